@@ -1,0 +1,349 @@
+"""Child processes: run one to its end, or spawn one and watch it through its pidfd.
+
+Layer 1, and the only user of `subprocess` in the project. Every child gets a session of its own,
+so a Ctrl-C at the terminal reaches this process only, and what it started is ended in order.
+A child is reaped as soon as it ends, whether or not anybody waits, as long as the loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any, ClassVar
+
+from .errors import CantelopError, DeadlineExceeded
+
+__all__ = ["DEVNULL", "CommandFailed", "Completed", "Process", "run", "wait_pidfd"]
+
+TAIL = 4096
+"""Characters of stderr kept for error messages."""
+
+_GRACE = 2.0
+"""Seconds between TERM and KILL for a command that ran out of time or was cancelled."""
+
+_AFTER_KILL = 10.0
+"""Seconds in which the kernel must end a killed process; only one stuck in a device needs more."""
+
+_DRAIN = 1.0
+"""Seconds to read what is left in the pipes once the command has ended."""
+
+
+class CommandFailed(CantelopError):
+    """A command ended badly, or could not be started. `details`: argv0, returncode, stderr."""
+
+    code: ClassVar[str] = "command_failed"
+
+    def __init__(self, argv0: str, returncode: int, stderr_tail: str, *, hint: str = "") -> None:
+        name = Path(argv0).name
+        how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
+        last = next((line for line in reversed(stderr_tail.splitlines()) if line.strip()), "")
+        message = f"{name} ended with {how}" + (f": {last.strip()}" if last else "")
+        super().__init__(message, hint=hint, argv0=argv0, returncode=returncode, stderr=stderr_tail)
+        self.returncode = returncode
+        self.stderr_tail = stderr_tail
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What a command left: all of its stdout, the last `TAIL` characters of its stderr."""
+
+    returncode: int
+    stdout: str
+    stderr_tail: str
+
+
+async def wait_pidfd(fd: int) -> None:
+    """Return when the process behind `fd` has ended; any number may wait on one pidfd.
+
+    The pidfd stays the caller's. Works for processes that are not children of this one.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    own = os.dup(fd)  # the loop knows one reader per file descriptor
+
+    def on_ended() -> None:
+        loop.remove_reader(own)
+        if not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(own, on_ended)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(own)
+        os.close(own)
+
+
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end, even when the caller is cancelled (again) meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+class Process:
+    """A spawned, long-running child. Make one with `Process.spawn`, inside a running loop."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], pidfd: int) -> None:
+        self._popen = popen
+        self._pidfd = pidfd
+        self._closing = False
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(pidfd, self._on_exit)
+
+    @classmethod
+    def spawn(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | Path | None = None,
+        stdin: int = DEVNULL,
+        stdout: int = DEVNULL,
+        stderr: int = DEVNULL,
+        pass_fds: Sequence[int] = (),
+        new_session: bool = True,
+    ) -> Process:
+        """Start `argv` with exactly `env`; `pass_fds` keep their numbers in the child.
+
+        Raises CommandFailed where the program cannot be started. The caller keeps the file
+        descriptors it passed and closes them itself.
+        """
+        popen = _popen(
+            argv,
+            env=dict(env),
+            cwd=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=tuple(pass_fds),
+            start_new_session=new_session,
+        )
+        return cls(popen, _pidfd_of(popen))
+
+    def __repr__(self) -> str:
+        state = "running" if self.returncode is None else f"ended {self.returncode}"
+        return f"<Process {self.pid} {state}>"
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def pidfd(self) -> int:
+        """Valid until `close()`; -1 after."""
+        return self._pidfd
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative where a signal ended it."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """The return code, once it has ended (negative: signal). Any number may wait."""
+        return await asyncio.shield(self._ended)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to this process and no other; nothing happens when it is gone."""
+        if self._pidfd >= 0 and not self._ended.done():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signum)
+
+    async def stop(self, grace: float) -> int:
+        """End it: TERM, after `grace` seconds KILL (at once on cancellation). Idempotent.
+
+        Raises DeadlineExceeded where even KILL did not end it in time.
+        """
+        self.signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(grace):
+                    return await self.wait()
+            finally:
+                self.signal(signal.SIGKILL)
+        try:
+            async with asyncio.timeout(_AFTER_KILL):
+                return await self.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"process {self.pid} did not end when killed") from None
+
+    def close(self) -> None:
+        """Give the pidfd back. A process that still runs is left alone, and reaped when it ends."""
+        self._closing = True
+        if self._ended.done() and self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _on_exit(self) -> None:
+        returncode = self._popen.poll()
+        if returncode is None:  # pragma: no cover - the pidfd is readable only after the end
+            return
+        self._loop.remove_reader(self._pidfd)
+        self._ended.set_result(returncode)
+        if self._closing:
+            self.close()
+
+
+async def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdin: bytes | None = None,
+    deadline: float,
+    check: bool = True,
+    on_line: Callable[[str], None] | None = None,
+) -> Completed:
+    """Run a command to its end and return what it wrote.
+
+    `deadline` is in seconds; when it passes, or on cancellation, the whole process group gets TERM
+    and then KILL before this returns. Processes the command left in its group are killed. `env`
+    None inherits. `on_line` gets every line of stdout and stderr as it comes (`\\r` ends one too).
+    Raises DeadlineExceeded; CommandFailed where `check` is set and the status is not 0, and
+    where the program cannot be started.
+    """
+    popen = _popen(
+        argv,
+        env=None if env is None else dict(env),
+        cwd=cwd,
+        stdin=DEVNULL if stdin is None else PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+    )
+    pidfd = _pidfd_of(popen)
+    out, err = _Capture(on_line, None), _Capture(on_line, TAIL)
+    pipes = asyncio.ensure_future(_pump(popen, stdin, out, err))
+    try:
+        async with asyncio.timeout(deadline):
+            await wait_pidfd(pidfd)
+    except TimeoutError:
+        name = Path(argv[0]).name
+        raise DeadlineExceeded(f"{name} did not end within {deadline:g} s", argv0=argv[0]) from None
+    finally:
+        await _finish(_end_group(popen, pidfd, pipes))
+    result = Completed(popen.returncode, out.text(), err.text())
+    if check and result.returncode != 0:
+        raise CommandFailed(argv[0], result.returncode, result.stderr_tail)
+    return result
+
+
+def _popen(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(list(argv), **options)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CommandFailed(argv[0], 127, f"cannot be started: {why}") from error
+
+
+def _pidfd_of(popen: subprocess.Popen[bytes]) -> int:
+    """A child that is not reaped yet keeps its pid, so this cannot be someone else's."""
+    try:
+        return os.pidfd_open(popen.pid)
+    except OSError as error:
+        popen.kill()
+        popen.wait()
+        raise CommandFailed(str(popen.pid), 127, f"no pidfd: {error.strerror}") from error
+
+
+async def _end_group(popen: subprocess.Popen[bytes], pidfd: int, pipes: asyncio.Task[None]) -> None:
+    """Leave nothing of a command: its group, its zombie, its pipes. Runs once per command."""
+    try:
+        await _kill_group(popen.pid, pidfd)
+        await asyncio.wait([pipes], timeout=_DRAIN)
+    finally:
+        pipes.cancel()
+        await asyncio.wait([pipes])
+        for pipe in (popen.stdin, popen.stdout, popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        os.close(pidfd)
+        popen.poll()
+
+
+async def _kill_group(pid: int, pidfd: int) -> None:
+    """The leader is not reaped yet, so `pid` still names this group and no other."""
+    for signum, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _AFTER_KILL)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signum)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await wait_pidfd(pidfd)
+    # stragglers of a leader that ended by TERM were killed by the second turn
+
+
+class _Capture:
+    """Collects one stream (all of it, or its tail) and hands on its lines."""
+
+    def __init__(self, on_line: Callable[[str], None] | None, tail: int | None) -> None:
+        self._on_line = on_line
+        self._tail = tail
+        self._data = bytearray()
+        self._line = b""
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+        if self._tail is not None:
+            del self._data[: max(0, len(self._data) - 4 * self._tail)]
+        if self._on_line is not None:
+            *lines, self._line = (self._line + data).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def text(self) -> str:
+        text = self._data.decode(errors="replace")
+        return text if self._tail is None else text[-self._tail :]
+
+
+async def _pump(
+    popen: subprocess.Popen[bytes], stdin: bytes | None, out: _Capture, err: _Capture
+) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_read(popen.stdout, out))
+        group.create_task(_read(popen.stderr, err))
+        if stdin is not None:
+            group.create_task(_write(popen.stdin, stdin))
+
+
+async def _read(pipe: Any, capture: _Capture) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(pipe.fileno()), "rb", 0)
+    )
+    try:
+        while data := await reader.read(65536):
+            capture.feed(data)
+    finally:
+        transport.close()
+
+
+async def _write(pipe: Any, data: bytes) -> None:
+    """Feed stdin and close it; a command that does not read it all is no error."""
+    loop = asyncio.get_running_loop()
+    fd = pipe.fileno()
+    os.set_blocking(fd, False)
+    writable = asyncio.Event()
+    rest = memoryview(data)
+    loop.add_writer(fd, writable.set)
+    try:
+        while rest:
+            await writable.wait()
+            writable.clear()
+            rest = rest[os.write(fd, rest) :]
+    except BrokenPipeError:
+        return
+    finally:
+        loop.remove_writer(fd)
+        pipe.close()
