@@ -19,6 +19,7 @@ from subprocess import DEVNULL, PIPE
 from typing import Any, ClassVar
 
 from .errors import CantelopError, DeadlineExceeded
+from .pipes import Capture, feed, read
 
 __all__ = ["DEVNULL", "CommandFailed", "Completed", "Process", "run", "wait_pidfd"]
 
@@ -223,7 +224,7 @@ async def run(
         start_new_session=True,
     )
     pidfd = _pidfd_of(popen)
-    out, err = _Capture(on_line, None), _Capture(on_line, TAIL)
+    out, err = Capture(on_line, None), Capture(on_line, TAIL)
     pipes = asyncio.ensure_future(_pump(popen, stdin, out, err))
     try:
         async with asyncio.timeout(deadline):
@@ -270,6 +271,8 @@ async def _end_group(popen: subprocess.Popen[bytes], pidfd: int, pipes: asyncio.
                 pipe.close()
         os.close(pidfd)
         popen.poll()
+    if not pipes.cancelled():
+        pipes.result()
 
 
 async def _kill_group(pid: int, pidfd: int) -> None:
@@ -283,67 +286,12 @@ async def _kill_group(pid: int, pidfd: int) -> None:
     # stragglers of a leader that ended by TERM were killed by the second turn
 
 
-class _Capture:
-    """Collects one stream (all of it, or its tail) and hands on its lines."""
-
-    def __init__(self, on_line: Callable[[str], None] | None, tail: int | None) -> None:
-        self._on_line = on_line
-        self._tail = tail
-        self._data = bytearray()
-        self._line = b""
-
-    def feed(self, data: bytes) -> None:
-        self._data += data
-        if self._tail is not None:
-            del self._data[: max(0, len(self._data) - 4 * self._tail)]
-        if self._on_line is not None:
-            *lines, self._line = (self._line + data).replace(b"\r", b"\n").split(b"\n")
-            for line in lines:
-                self._on_line(line.decode(errors="replace"))
-
-    def text(self) -> str:
-        text = self._data.decode(errors="replace")
-        return text if self._tail is None else text[-self._tail :]
-
-
 async def _pump(
-    popen: subprocess.Popen[bytes], stdin: bytes | None, out: _Capture, err: _Capture
+    popen: subprocess.Popen[bytes], stdin: bytes | None, out: Capture, err: Capture
 ) -> None:
+    assert popen.stdout is not None and popen.stderr is not None
     async with asyncio.TaskGroup() as group:
-        group.create_task(_read(popen.stdout, out))
-        group.create_task(_read(popen.stderr, err))
-        if stdin is not None:
-            group.create_task(_write(popen.stdin, stdin))
-
-
-async def _read(pipe: Any, capture: _Capture) -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(pipe.fileno()), "rb", 0)
-    )
-    try:
-        while data := await reader.read(65536):
-            capture.feed(data)
-    finally:
-        transport.close()
-
-
-async def _write(pipe: Any, data: bytes) -> None:
-    """Feed stdin and close it; a command that does not read it all is no error."""
-    loop = asyncio.get_running_loop()
-    fd = pipe.fileno()
-    os.set_blocking(fd, False)
-    writable = asyncio.Event()
-    rest = memoryview(data)
-    loop.add_writer(fd, writable.set)
-    try:
-        while rest:
-            await writable.wait()
-            writable.clear()
-            rest = rest[os.write(fd, rest) :]
-    except BrokenPipeError:
-        return
-    finally:
-        loop.remove_writer(fd)
-        pipe.close()
+        group.create_task(read(popen.stdout, out))
+        group.create_task(read(popen.stderr, err))
+        if popen.stdin is not None and stdin is not None:
+            group.create_task(feed(popen.stdin, stdin))
