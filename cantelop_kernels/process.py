@@ -115,8 +115,11 @@ class Process:
         stderr: int = DEVNULL,
         pass_fds: Sequence[int] = (),
         new_session: bool = True,
+        umask: int = -1,
     ) -> Process:
         """Start `argv` with exactly `env`; `pass_fds` keep their numbers in the child.
+
+        `umask` -1 inherits this process's own.
 
         Raises CommandFailed where the program cannot be started. The caller keeps the file
         descriptors it passed and closes them itself.
@@ -130,6 +133,7 @@ class Process:
             stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=new_session,
+            umask=umask,
         )
         return cls(popen, _pidfd_of(popen))
 

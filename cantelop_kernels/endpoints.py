@@ -1,0 +1,91 @@
+"""A session's five ipc sockets, in a 0700 folder of the user who asked.
+
+Layer 2. The daemon (root) makes folder and sockets, gives them to the user, and hands the listening
+descriptors to the attendant; it never accepts on them itself. A folder is built aside and renamed
+into place, so that no step works inside a folder the user can already change.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from pathlib import Path
+
+from cantelop_kernels import vsock, wire
+from cantelop_kernels.errors import ConfigError
+from cantelop_kernels.schema import Endpoints
+
+_SUN_PATH = 107
+"""unix(7): the most bytes a path may have, without its terminating NUL."""
+
+_PREFIX = "k"
+
+
+class EndpointFolders:
+    """All endpoint folders of one daemon, below `base` (`ipc/` beside its socket)."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        longest = len(str(base / ("x" * 16) / f"{_PREFIX}-5"))
+        if longest > _SUN_PATH:
+            raise ConfigError(
+                f"the folder {base.parent} has too long a name for Unix sockets",
+                hint=f"move the daemon's socket up by {longest - _SUN_PATH} characters or more",
+            )
+
+    def prepare(self) -> None:
+        """Make `base` anew and empty; whatever an earlier daemon left there is dead."""
+        if self.base.is_symlink() or self.base.exists():
+            shutil.rmtree(self.base)
+        self.base.mkdir(mode=0o711)
+        self.base.chmod(0o711)
+
+    def reserve(self) -> Endpoints:
+        """A new place; nothing is there until `listen`."""
+        token = secrets.token_hex(8)
+        return Endpoints(token=token, ip=str(self.base / token / _PREFIX))
+
+    def listen(self, endpoints: Endpoints, uid: int, gid: int) -> list[socket.socket]:
+        """Five listening sockets in the order of `wire.CHANNELS`; the caller closes them.
+
+        May be called again for the same endpoints: the old sockets are then replaced, as a restart
+        wants (jupyter_client has unlinked them by then).
+        """
+        folder = self.base / endpoints.token
+        aside = self.base / f".{endpoints.token}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(mode=0o700)
+        listeners: list[socket.socket] = []
+        try:
+            for number in range(1, len(wire.CHANNELS) + 1):
+                listeners.append(_listener(aside, f"{_PREFIX}-{number}", uid, gid))
+            self.remove(endpoints)
+            os.chown(aside, uid, gid)
+            aside.rename(folder)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return listeners
+
+    def remove(self, endpoints: Endpoints) -> None:
+        """Take the folder away; nothing happens when it is gone already."""
+        folder = self.base / endpoints.token
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _listener(folder: Path, name: str, uid: int, gid: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        vsock.bind(listener, folder, name)
+        (folder / name).chmod(0o600)
+        os.chown(folder / name, uid, gid)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,150 @@
+"""QEMU's microvm machine: KVM where the CPU has it, else emulation (TCG), which runs anywhere.
+
+Layer 3. The vsock device is vhost-device-vsock, a process of its own that shares the guest's memory
+and speaks the same hybrid vsock as Firecracker. Both run confined in the jail.
+(QEMU docs/system/i386/microvm.rst; kernel-parameters.txt.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cantelop_kernels import vsock, watch, wire
+from cantelop_kernels.errors import ConfigError, DeadlineExceeded, LaunchError
+from cantelop_kernels.jail import Jail
+from cantelop_kernels.process import Process
+from cantelop_kernels.vmm import VmSpec
+
+BINARY = "qemu-system-x86_64"
+_VHOST_SOCKET = "vhost.sock"
+_HELPER_DEADLINE = 5.0
+_UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
+_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+_ALWAYS = (
+    *("console=ttyS0", "quiet", "panic=-1", "reboot=t"),
+    *("random.trust_cpu=on", "ipv6.disable=1"),
+)
+
+
+def find_binary() -> Path:
+    """Raises ConfigError where QEMU is not installed."""
+    found = shutil.which(BINARY)
+    if found is None:
+        raise ConfigError(
+            f"{BINARY} is not installed", hint="apt-get install qemu-system-x86 (or make setup)"
+        )
+    return Path(found)
+
+
+def emulation_args(tsc_khz: int) -> tuple[str, ...]:
+    """Kernel arguments that emulation needs to boot reliably, and those that make it quick.
+
+    Without the first line the kernel at times fails to calibrate its clock and hangs. The rest
+    turns off self-tests and mitigations: emulation is no security boundary to begin with.
+    """
+    return (
+        *("tsc=reliable", f"tsc_early_khz={tsc_khz}", f"lpj={tsc_khz * 4}", "no_timer_check"),
+        *("mitigations=off", "cryptomgr.notests", "rodata=off", "nokaslr", "audit=0"),
+        "lsm=capability",
+        "initcall_blacklist=jent_mod_init,load_system_certificate_list",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Qemu:
+    """`tsc_khz` is the host's; it is used under emulation only."""
+
+    binary: Path
+    vhost_vsock: Path
+    emulated: bool
+    tsc_khz: int
+    name: str = "qemu"
+
+    def command(self, spec: VmSpec) -> list[str]:
+        """The command line, run with the jail's `run` as working folder."""
+        memory = f"memory-backend-memfd,id=ram,size={spec.memory_mib}M,share=on"
+        return [
+            str(self.binary),
+            *("-M", "microvm,isa-serial=on,pit=on,pic=on,rtc=on,memory-backend=ram"),
+            *("-accel", "tcg,thread=multi,tb-size=512" if self.emulated else "kvm"),
+            *("-cpu", "max" if self.emulated else "host"),
+            *("-smp", str(spec.vcpus), "-m", f"{spec.memory_mib}M", "-object", memory),
+            *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
+            *("-serial", "stdio", "-monitor", "none", "-parallel", "none"),
+            *("-kernel", str(spec.kernel), "-initrd", str(spec.initramfs)),
+            *("-append", " ".join(self._kernel_args())),
+            *self._drives(spec),
+            *("-device", "virtio-rng-device"),
+            *("-chardev", f"socket,id=vsock,path={_VHOST_SOCKET}"),
+            *("-device", "vhost-user-vsock-device,chardev=vsock"),
+            "-sandbox",
+            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        ]
+
+    def helper_command(self) -> list[str]:
+        """vhost-device-vsock, likewise run in the jail's `run`."""
+        return [
+            str(self.vhost_vsock),
+            *("--guest-cid", str(wire.GUEST_CID)),
+            *("--socket", _VHOST_SOCKET, "--uds-path", vsock.SOCKET),
+        ]
+
+    @asynccontextmanager
+    async def run(
+        self, spec: VmSpec, jail: Jail, *, console: int, log: int
+    ) -> AsyncIterator[Process]:
+        """See `Vmm.run`. Raises LaunchError where the helper does not come up."""
+        helper = self._spawn(jail, self.helper_command(), stdout=log, log=log)
+        try:
+            await _listening(helper, jail.run / _VHOST_SOCKET)
+            machine = self._spawn(jail, self.command(spec), stdout=console, log=log)
+            try:
+                yield machine
+            finally:
+                await _kill(machine)
+        finally:
+            await _kill(helper)
+
+    def _spawn(self, jail: Jail, argv: list[str], *, stdout: int, log: int) -> Process:
+        return Process.spawn(jail.confined(argv), env=_ENV, cwd=jail.run, stdout=stdout, stderr=log)
+
+    def _kernel_args(self) -> tuple[str, ...]:
+        return (*_ALWAYS, *(emulation_args(self.tsc_khz) if self.emulated else ()))
+
+    def _drives(self, spec: VmSpec) -> list[str]:
+        argv: list[str] = []
+        for number, drive in enumerate(spec.drives):
+            path = str(drive.path).replace(",", ",,")  # QEMU's own escape in option values
+            options = f"id=disk{number},if=none,format=raw,file={path}"
+            options += ",readonly=on" if drive.read_only else ",cache=unsafe,discard=unmap"
+            argv += ["-drive", options, "-device", f"virtio-blk-device,drive=disk{number}"]
+        return argv
+
+
+async def _listening(helper: Process, path: Path) -> None:
+    """Wait until the helper's socket is there; a helper that ends instead is told at once."""
+    there = asyncio.ensure_future(watch.appears(path))
+    ended = asyncio.ensure_future(helper.wait())
+    try:
+        async with asyncio.timeout(_HELPER_DEADLINE):
+            await asyncio.wait([there, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not there.done():
+            raise LaunchError(f"the vsock helper ended at once (status {helper.returncode})")
+        await there
+    except TimeoutError:
+        raise DeadlineExceeded("the vsock helper did not come up in time") from None
+    finally:
+        there.cancel()
+        ended.cancel()
+        await asyncio.wait([there, ended])
+
+
+async def _kill(process: Process) -> None:
+    await process.stop(0.0)
+    process.close()

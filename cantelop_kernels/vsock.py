@@ -1,0 +1,73 @@
+"""Hybrid vsock: a guest's vsock ports as Unix sockets on the host.
+
+Layer 2. Firecracker and vhost-device-vsock speak the same: to reach guest port P, connect to the
+VMM's socket, send `CONNECT P\\n` and read `OK <n>\\n`; a guest that dials the host (CID 2) on
+port P arrives at the socket `<path>_P`, which must be listening before.
+(firecracker docs/vsock.md; vhost-device-vsock README.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+SOCKET = "v.sock"
+"""Name of the VMM's socket inside its working folder."""
+
+_REPLY_MAX = 32
+
+
+def listen(folder: Path, port: int, *, uid: int, gid: int) -> socket.socket:
+    """A listening socket for what the guest dials on `port`, to be handed to the attendant.
+
+    The daemon makes it before any process of the sandbox runs, so nothing there is hostile yet.
+    `uid`, `gid` own the file; the VMM's helper connects through the group.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        path = folder / f"{SOCKET}_{port}"
+        bind(listener, folder, path.name)
+        os.chown(path, uid, gid)
+        path.chmod(0o660)
+        listener.listen(16)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def bind(listener: socket.socket, folder: Path, name: str) -> None:
+    """bind(2) by way of the folder's descriptor: a Unix path may have 107 bytes at most."""
+    fd = os.open(folder, os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
+    try:
+        listener.bind(f"/proc/self/fd/{fd}/{name}")
+    finally:
+        os.close(fd)
+
+
+async def dial(path: str, port: int) -> tuple[socket.socket, bytes]:
+    """Connect to a guest port; also returns what the guest had already said behind the `OK`.
+
+    Called by the attendant only, which has no rights beyond the sandbox's own. Raises
+    ConnectionError where nobody listens there, OSError where the VMM is gone.
+    """
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        await loop.sock_connect(sock, path)
+        await loop.sock_sendall(sock, f"CONNECT {port}\n".encode())
+        reply = b""
+        while b"\n" not in reply:
+            data = await loop.sock_recv(sock, 4096)
+            reply += data
+            if not data or (b"\n" not in reply and len(reply) > _REPLY_MAX):
+                raise ConnectionError(f"nobody listens on port {port} of the guest")
+        line, _, rest = reply.partition(b"\n")
+        if not line.startswith(b"OK "):
+            raise ConnectionError(f"the VMM refused port {port}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock, rest
