@@ -1,0 +1,110 @@
+"""One kernel's session in the daemon, from a successful launch to the end of its sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from logging import Logger, LoggerAdapter
+from typing import Any
+
+from cantelop_kernels.client import Client
+from cantelop_kernels.errors import CantelopError, NotFound
+from cantelop_kernels.schema import SessionView
+from cantelop_provisioner import report
+
+POLL_DEADLINE = 2.0
+"""Seconds a poll may take: below the 3 s at which jupyter_client's restarter polls."""
+
+WAIT_TURN = 10.0
+"""Seconds of one long poll; the daemon answers earlier when the kernel ends."""
+
+PAUSE = 0.5
+"""Seconds before a daemon that did not answer is asked again."""
+
+Log = Logger | LoggerAdapter[Any]
+
+
+class Kernel:
+    """Asks the daemon about one session, and remembers what cannot change any more.
+
+    No method raises what the daemon or the socket may cause: a daemon that does not answer says
+    nothing about the kernel, which lives on without it.
+    """
+
+    def __init__(self, client: Client, session: str, log: Log) -> None:
+        self.session = session
+        self.exit_code: int | None = None
+        self.reaped = False
+        """Whether `wait` has returned; the sandbox may still have to be ended."""
+        self.expected = False
+        """Whether somebody asked for the end, so that it is no news."""
+        self._client = client
+        self._log = log
+        self._silent = False
+
+    def __repr__(self) -> str:
+        state = "alive" if self.exit_code is None else f"ended {self.exit_code}"
+        return f"<Kernel {self.session} {state}>"
+
+    async def poll(self) -> int | None:
+        """None while it lives, or while nobody can tell; one short question at most."""
+        if self.exit_code is None:
+            try:
+                async with asyncio.timeout(POLL_DEADLINE):
+                    self._learn(await self._client.get(self.session))
+            except NotFound:
+                self._learn(None)
+            except (CantelopError, TimeoutError) as error:
+                self._unanswered(error)
+        return self.exit_code
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended. Cancel it to stop waiting."""
+        while (code := await self.poll()) is None:
+            try:
+                self._learn(await self._client.wait(self.session, WAIT_TURN))
+            except NotFound:
+                self._learn(None)
+            except CantelopError as error:
+                self._unanswered(error)
+                await asyncio.sleep(PAUSE)  # there is no event that says "the daemon is back"
+        self.reaped = True
+        return code
+
+    async def signal(self, signum: int) -> None:
+        """To the kernel's process group; nothing happens when it has ended."""
+        if self.exit_code is not None:
+            return
+        try:
+            await self._client.signal(self.session, signum)
+        except NotFound:
+            self._learn(None)
+        except CantelopError as error:
+            self._log.warning("signal %d did not reach the kernel: %s", signum, error)
+
+    async def end(self) -> None:
+        """Destroy the sandbox; idempotent. What cannot be told to the daemon it finds itself:
+        it ends a session whose client is gone."""
+        self.expected = True
+        try:
+            await self._client.end(self.session)
+        except NotFound:
+            pass
+        except CantelopError as error:
+            self._log.warning("session %s could not be ended: %s", self.session, error)
+            return
+        if self.exit_code is None:
+            self.exit_code = report.KILLED
+
+    def _learn(self, view: SessionView | None) -> None:
+        self._silent = False
+        if self.exit_code is not None or (view is not None and view.state != "exited"):
+            return
+        ended = view.exit if view is not None else None
+        self.exit_code = report.exit_code(ended)
+        if not self.expected:
+            self._log.error("%s [session %s]", report.death(ended), self.session)
+
+    def _unanswered(self, error: Exception) -> None:
+        if not self._silent:
+            self._log.warning("no word from the daemon, the kernel is taken to live: %r", error)
+        self._silent = True
