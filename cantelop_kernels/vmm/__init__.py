@@ -38,9 +38,13 @@ class VmSpec:
 class Vmm(Protocol):
     """A way to run a `VmSpec`. Tests put a fake of this shape in its place."""
 
-    name: str
-    emulated: bool
-    """Runs without hardware virtualization, and so is no security boundary."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def emulated(self) -> bool:
+        """Runs without hardware virtualization, and so is no security boundary."""
+        ...
 
     def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int

@@ -1,0 +1,224 @@
+"""The daemon's HTTP/JSON interface on its Unix socket.
+
+Layer 6. The caller is who the kernel says it is (SO_PEERCRED), never who a request claims to be.
+Bodies are small, parsed by `schema` (unknown fields are refused), and every error is one JSON
+object of the form of `errors.CantelopError.to_json`. The counterpart is `client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tornado.httpserver import HTTPServer
+from tornado.web import Application, HTTPError, RequestHandler
+
+from cantelop_kernels import __version__
+from cantelop_kernels.config import Config
+from cantelop_kernels.errors import BadRequest, CantelopError, NotFound
+from cantelop_kernels.schema import Info, SessionRequest
+from cantelop_kernels.sessions import Peer, Sessions
+from cantelop_kernels.vmm import Vmm
+
+MAX_BODY = 256 * 1024
+MAX_HEADER = 16 * 1024
+MAX_WAIT = 300.0
+_IDLE_SECONDS = 30.0
+_BODY_SECONDS = 10.0
+_UCRED = struct.Struct("3i")
+
+log = logging.getLogger(__name__)
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Who is at the other end of a connected Unix socket."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, gid = _UCRED.unpack(raw)
+    return Peer(uid=uid, gid=gid, pid=pid)
+
+
+class _Handler(RequestHandler):
+    sessions: Sessions
+    peer: Peer
+
+    def initialize(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    def prepare(self) -> None:
+        connection: Any = self.request.connection
+        self.peer = peer_of(connection.stream.socket)
+        self.sessions.admit(self.peer)
+
+    def body(self) -> Any:
+        try:
+            return json.loads(self.request.body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest("the body is not JSON") from error
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        error = kwargs["exc_info"][1]
+        if isinstance(error, HTTPError):
+            error = NotFound("no such thing") if status_code == 404 else BadRequest(str(error))
+        elif not isinstance(error, CantelopError):
+            error = CantelopError("the daemon failed inside", hint="its log says where")
+        self.finish({"error": error.to_json()})
+
+    def _handle_request_exception(self, e: BaseException) -> None:
+        if isinstance(e, CantelopError):
+            self.set_status(e.http_status)
+            self.write_error(e.http_status, exc_info=(type(e), e, None))
+        else:
+            super()._handle_request_exception(e)
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        if not isinstance(value, HTTPError):
+            log.error("%s %s failed", self.request.method, self.request.path, exc_info=value)
+
+
+class _Info(_Handler):
+    def initialize(self, sessions: Sessions, info: Callable[[], Info]) -> None:  # type: ignore[override]
+        self.sessions = sessions
+        self._info = info
+
+    def get(self) -> None:
+        self.finish(self._info().to_json())
+
+
+class _Sessions(_Handler):
+    def initialize(self, sessions: Sessions) -> None:
+        super().initialize(sessions)
+        self._work: asyncio.Task[Any] | None = None
+
+    def get(self) -> None:
+        self.finish({"sessions": [one.view().to_json() for one in self.sessions.ls(self.peer)]})
+
+    async def post(self) -> None:
+        request = SessionRequest.from_json(self.body())
+        self._work = asyncio.ensure_future(self.sessions.create(request, self.peer))
+        try:
+            session = await self._work
+        except asyncio.CancelledError:
+            return  # the client is gone; what it asked for has been undone
+        self.set_status(201)
+        await self.finish(session.view().to_json())
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+
+class _Session(_Handler):
+    def get(self, session_id: str) -> None:
+        self.finish(self.sessions.get(session_id, self.peer).view().to_json())
+
+    async def delete(self, session_id: str) -> None:
+        await self.sessions.end(session_id, self.peer)
+        await self.finish({})
+
+
+class _Wait(_Handler):
+    async def get(self, session_id: str) -> None:
+        session = self.sessions.get(session_id, self.peer)
+        await _within(self._seconds(), session.ended.wait())
+        await self.finish(session.view().to_json())
+
+    def _seconds(self) -> float:
+        try:
+            seconds = float(self.get_query_argument("seconds"))
+        except ValueError:
+            raise BadRequest("seconds must be a number") from None
+        return min(max(seconds, 0.0), MAX_WAIT)
+
+
+class _Signal(_Handler):
+    async def post(self, session_id: str) -> None:
+        body = self.body()
+        if not isinstance(body, dict) or body.keys() != {"signum"}:
+            raise BadRequest("the body must be an object with signum, and no more")
+        if type(body["signum"]) is not int or not 1 <= body["signum"] <= 64:
+            raise BadRequest("signum must be a whole number from 1 to 64")
+        await self.sessions.get(session_id, self.peer).signal(body["signum"])
+        await self.finish({})
+
+
+class _Logs(_Handler):
+    async def get(self, session_id: str) -> None:
+        logs = await self.sessions.get(session_id, self.peer).logs()
+        await self.finish(logs.to_json())
+
+
+class _Endpoints(_Handler):
+    async def delete(self, token: str) -> None:
+        await self.sessions.release(token, self.peer)
+        await self.finish({})
+
+
+class _Missing(_Handler):
+    def prepare(self) -> None:
+        super().prepare()
+        raise NotFound(f"no such resource: {self.request.path[:100]}")
+
+
+async def _within(seconds: float, work: Awaitable[Any]) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return
+
+
+def application(config: Config, state: str, vmm: Vmm, sessions: Sessions) -> Application:
+    """Every resource in one table."""
+
+    def info() -> Info:
+        return Info(
+            version=__version__,
+            pid=os.getpid(),
+            state=state,
+            vmm=vmm.name,
+            emulated=vmm.emulated,
+            allow_emulation=config.allow_emulation,
+            sessions=sessions.live,
+            apps=sorted(config.apps),
+        )
+
+    given = {"sessions": sessions}
+    one = r"/v1/sessions/([A-Za-z0-9-]{1,64})"
+    return Application(
+        [
+            (r"/v1/info", _Info, given | {"info": info}),
+            (r"/v1/sessions", _Sessions, given),
+            (one, _Session, given),
+            (one + "/wait", _Wait, given),
+            (one + "/signal", _Signal, given),
+            (one + "/logs", _Logs, given),
+            (r"/v1/endpoints/([0-9a-f]{1,64})", _Endpoints, given),
+            (r".*", _Missing, given),
+        ],
+        log_function=_log_request,
+    )
+
+
+def _log_request(handler: RequestHandler) -> None:
+    request = handler.request
+    log.debug("%s %s %d", request.method, request.path, handler.get_status())
+
+
+def server(app: Application, listener: socket.socket) -> HTTPServer:
+    """Serve `app` on a listening Unix socket, with tornado's limits set."""
+    made = HTTPServer(
+        app,
+        max_body_size=MAX_BODY,
+        max_header_size=MAX_HEADER,
+        max_buffer_size=MAX_BODY + MAX_HEADER,
+        idle_connection_timeout=_IDLE_SECONDS,
+        body_timeout=_BODY_SECONDS,
+    )
+    made.add_socket(listener)
+    return made

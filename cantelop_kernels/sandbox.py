@@ -1,0 +1,314 @@
+"""One microVM with everything around it: taken step by step, given back in reverse.
+
+Layer 4. `launch` reads as the order in which a sandbox comes to be. Each step's undo is registered
+as it is made, so whatever fails, nothing is left; and whatever fails is told with its step and the
+last lines of the guest's console.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cantelop_kernels import jail, scratch, vsock, wire
+from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError, SandboxGone
+from cantelop_kernels.image import Image
+from cantelop_kernels.jail import Jail
+from cantelop_kernels.link import Link
+from cantelop_kernels.process import Process
+from cantelop_kernels.schema import Logs
+from cantelop_kernels.slot import Slot, SlotTable
+from cantelop_kernels.vmm import Drive, Vmm, VmSpec
+
+_LOGS_DEADLINE = 1.0
+_NO_LOGS = Logs("", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a sandbox is made from."""
+
+    image: Image
+    vcpus: int
+    memory_mib: int
+    scratch_mib: int
+    state: Path
+    boot_deadline: float
+
+
+class Sandbox:
+    """A booted guest whose agent has said hello. Belongs to nobody until `start`."""
+
+    def __init__(self, slot: Slot, link: Link, machine: Process, attendant: Process) -> None:
+        self.slot = slot
+        self.link = link
+        self._machine = machine
+        self._attendant = attendant
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.slot.name} {self._machine!r}>"
+
+    async def start(self, listeners: Sequence[socket.socket], deadline: float, **what: Any) -> None:
+        """Start the kernel behind `listeners`; returns once it listens on all its channels.
+
+        `what` are the fields of `wire.TO_GUEST["start"]` that the caller decides; clock and entropy
+        are added here. Called once. Raises LaunchError where the kernel ends instead.
+        """
+        fds = [listener.fileno() for listener in listeners]
+        entropy = os.urandom(64).hex()
+        await self.link.request(
+            "start", fds, **what, time_ns=time.time_ns(), entropy=entropy, hostname="sandbox"
+        )
+        await self._first(self.link.ready, self.link.exited, deadline)
+
+    async def ended(self) -> dict[str, Any]:
+        """How the kernel ended (`wire` "exited"). Raises SandboxGone when the sandbox died."""
+        gone = asyncio.ensure_future(self._machine.wait())
+        exited = asyncio.ensure_future(asyncio.shield(self.link.exited))
+        try:
+            await asyncio.wait([gone, exited], return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done():
+                raise SandboxGone(f"the virtual machine ended unexpectedly ({_how(gone.result())})")
+            result: dict[str, Any] = exited.result()
+            return result
+        finally:
+            await _cancel(gone, exited)
+
+    async def logs(self) -> Logs:
+        """Empty where the attendant cannot tell (any more)."""
+        try:
+            async with asyncio.timeout(_LOGS_DEADLINE):
+                return await self.link.logs()
+        except (CantelopError, TimeoutError):
+            return _NO_LOGS
+
+    async def hello(self, deadline: float) -> None:
+        """Wait for the guest's agent. Raises LaunchError when the machine ends first."""
+        await self._first(self.link.hello, None, deadline)
+
+    async def _first(
+        self,
+        wanted: asyncio.Future[dict[str, Any]],
+        instead: asyncio.Future[dict[str, Any]] | None,
+        deadline: float,
+    ) -> None:
+        """Await `wanted`, unless the machine, its attendant or `instead` ends before."""
+        others: list[Awaitable[Any]] = [self._machine.wait(), self._attendant.wait()]
+        others += [asyncio.shield(instead)] if instead is not None else []
+        tasks = [asyncio.ensure_future(other) for other in (asyncio.shield(wanted), *others)]
+        try:
+            async with asyncio.timeout(deadline):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if wanted.done():
+                wanted.result()
+                return
+            raise LaunchError(self._why(tasks[1:]))
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came from the guest within {deadline:g} s") from None
+        finally:
+            await _cancel(*tasks)
+
+    def _why(self, others: Sequence[asyncio.Future[Any]]) -> str:
+        names = ("the virtual machine ended", "the attendant ended", "the kernel ended")
+        for name, other in zip(names, others, strict=False):
+            if other.done():
+                result = other.result()
+                detail = _how(result) if isinstance(result, int) else _how_kernel(result)
+                return f"{name} ({detail})"
+        return "it ended"
+
+
+def _how(returncode: int) -> str:
+    return f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
+
+
+def _how_kernel(exited: dict[str, Any]) -> str:
+    if exited["signal"] is not None:
+        return f"signal {exited['signal']}"
+    return f"status {exited['exit_code']}"
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+class _Steps:
+    """Names the step that is under way, for whoever watches and for the error if it fails."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self.now = ""
+        self.sandbox: Sandbox | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.now = name
+        self._tell(name)
+        yield
+
+    async def explain(self, error: Exception) -> LaunchError:
+        logs = await self.sandbox.logs() if self.sandbox else _NO_LOGS
+        return explained(error, self.now, logs)
+
+
+def explained(error: Exception, step: str, logs: Logs) -> LaunchError:
+    """The error of a launch that failed at `step`, with what the guest and VMM said last."""
+    message = error.message if isinstance(error, CantelopError) else str(error)
+    hint = error.hint if isinstance(error, CantelopError) else ""
+    return LaunchError(
+        f"the sandbox did not come up, at the step {step!r}: {message}",
+        hint=hint,
+        step=step,
+        console=logs.console,
+        vmm=logs.vmm,
+    )
+
+
+@asynccontextmanager
+async def launch(
+    plan: Plan, vmm: Vmm, slots: SlotTable, on_step: Callable[[str], None]
+) -> AsyncIterator[Sandbox]:
+    """A booted sandbox; leaving the context destroys it, whatever state it is in.
+
+    Raises LaunchError with `step` and `console` in its details.
+    """
+    steps = _Steps(on_step)
+    async with AsyncExitStack() as stack:
+        try:
+            sandbox = await _acquire(plan, vmm, slots, stack, steps)
+        except (CantelopError, OSError) as error:
+            raise await steps.explain(error) from error
+        yield sandbox
+
+
+async def _acquire(
+    plan: Plan, vmm: Vmm, slots: SlotTable, stack: AsyncExitStack, step: _Steps
+) -> Sandbox:
+    with step("slot"):
+        slot = _take_slot(slots)
+        stack.callback(slots.release, slot)
+    with step("image"):
+        stack.enter_context(plan.image.lease())
+    with step("folder"):
+        place = stack.enter_context(jail.make(plan.state, slot))
+    with step("disk"):
+        disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
+    with step("attendant"):
+        pipes = stack.enter_context(_Pipes.open())
+        link, attendant = await stack.enter_async_context(_attendant(place, pipes))
+    with step("virtual machine"):
+        machine = await stack.enter_async_context(
+            vmm.run(_spec(plan, disk), place, console=pipes.console[1], log=pipes.log[1])
+        )
+        pipes.close_writers()
+        sandbox = step.sandbox = Sandbox(slot, link, machine, attendant)
+    with step("guest boot"):
+        await sandbox.hello(plan.boot_deadline)
+    return sandbox
+
+
+def _take_slot(slots: SlotTable) -> Slot:
+    slot = slots.acquire()
+    if slot is None:
+        raise LaunchError(
+            "all sandboxes are taken", hint="end one (cantelop ps, kill) or raise max_sessions"
+        )
+    return slot
+
+
+def _spec(plan: Plan, disk: Path) -> VmSpec:
+    image = plan.image
+    drives = (Drive(image.root, read_only=True), Drive(disk, read_only=False))
+    return VmSpec(plan.vcpus, plan.memory_mib, image.vmlinux, image.initramfs, drives)
+
+
+@dataclass(slots=True)
+class _Pipes:
+    """Two pipes (read end, write end) from the VMM to the attendant; root never reads."""
+
+    console: tuple[int, int]
+    log: tuple[int, int]
+
+    @classmethod
+    @contextmanager
+    def open(cls) -> Iterator[_Pipes]:
+        pipes = cls(os.pipe(), os.pipe())
+        try:
+            yield pipes
+        finally:
+            for fd in {*pipes.console, *pipes.log} - {-1}:
+                os.close(fd)
+
+    def close_readers(self) -> None:
+        """Once the attendant has them: then it sees the end when the VMM is gone."""
+        self.console = (_close(self.console[0]), self.console[1])
+        self.log = (_close(self.log[0]), self.log[1])
+
+    def close_writers(self) -> None:
+        """Once the VMM has them."""
+        self.console = (self.console[0], _close(self.console[1]))
+        self.log = (self.log[0], _close(self.log[1]))
+
+
+def _close(fd: int) -> int:
+    os.close(fd)
+    return -1
+
+
+@asynccontextmanager
+async def _attendant(place: Jail, pipes: _Pipes) -> AsyncIterator[tuple[Link, Process]]:
+    """Start the attendant with its descriptors; leaving the context ends it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    link = Link(ours)
+    try:
+        with theirs:
+            process = _spawn_attendant(place, pipes, theirs)
+        try:
+            yield link, process
+        finally:
+            link.close()
+            await process.stop(0.0)
+            process.close()
+    finally:
+        link.close()
+
+
+def _spawn_attendant(place: Jail, pipes: _Pipes, control: socket.socket) -> Process:
+    slot = place.slot
+    owner = {"uid": slot.attendant_uid, "gid": slot.gid}
+    with (
+        vsock.listen(place.run, wire.CONTROL_PORT, **owner) as guest,
+        vsock.listen(place.run, wire.LOG_PORT, **owner) as log,
+    ):
+        fds = {
+            "control": control.fileno(),
+            "guest": guest.fileno(),
+            "log": log.fileno(),
+            "console": pipes.console[0],
+            "vmm-log": pipes.log[0],
+        }
+        argv = [*jail.ISOLATE, sys.executable, "-P", "-m", "cantelop_kernels.attendant"]
+        argv += [f"--{name}={number}" for name, number in (fds | owner).items()]
+        process = Process.spawn(
+            argv,
+            env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=place.run,
+            stderr=pipes.log[1],
+            pass_fds=tuple(fds.values()),
+        )
+    pipes.close_readers()
+    return process

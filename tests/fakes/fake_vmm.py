@@ -1,0 +1,55 @@
+"""A VMM in the real one's shape whose "machine" is the guest agent as a plain host process.
+
+Injected by tests through `daemon.serve(make_vmm=...)`; the product cannot select it. Everything
+above `vmm/` is real: attendant, hybrid vsock, channels, sessions, API.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from cantelop_kernels import vsock
+from cantelop_kernels.jail import Jail
+from cantelop_kernels.process import Process
+from cantelop_kernels.vmm import VmSpec
+
+ENTRY = Path(__file__).with_name("fake_vmm_process.py")
+
+
+class FakeVmm:
+    """`machines` are the processes that run now: tests kill them to play a dying VMM."""
+
+    name = "fake"
+    emulated = False
+
+    def __init__(self) -> None:
+        self.machines: list[Process] = []
+
+    @asynccontextmanager
+    async def run(
+        self, spec: VmSpec, jail: Jail, *, console: int, log: int
+    ) -> AsyncIterator[Process]:
+        folder = Path(tempfile.mkdtemp(prefix="cantelop-fake-"))
+        argv = ["setpriv", "--pdeathsig=KILL", sys.executable, str(ENTRY)]
+        argv += ["--uds", str(jail.run / vsock.SOCKET), "--dir", str(folder)]
+        machine = Process.spawn(
+            argv,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
+            cwd=jail.run,
+            stdout=console,
+            stderr=log,
+            umask=0,
+        )
+        self.machines.append(machine)
+        try:
+            yield machine
+        finally:
+            self.machines.remove(machine)
+            await machine.stop(0.0)
+            machine.close()
+            shutil.rmtree(folder, ignore_errors=True)
