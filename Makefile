@@ -1,0 +1,46 @@
+# Two commands do all the set-up: `make demo` and `make test`. Both are quick the second time.
+VENV      ?= .venv
+PY        := $(VENV)/bin/python
+STATE     ?= $(CURDIR)/.cache/state
+PYTHON    ?= python3
+STAMP     := $(VENV)/.installed
+export CANTELOP_STATE = $(STATE)
+export CANTELOP_TEST_STATE = $(STATE)
+
+.PHONY: help setup image demo test lint unit bench clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(STAMP)  ## system packages, virtual environment, project (editable)
+
+$(STAMP): pyproject.toml guest/image/host-packages.txt
+	guest/image/install-host-packages
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+image: $(STAMP)  ## the guest image python3
+	$(PY) -m cantelop_kernels image build
+
+demo: image  ## run notebooks/quickstart.ipynb in a microVM
+	mkdir -p out
+	$(PY) -m cantelop_kernels run notebooks/quickstart.ipynb -o out/quickstart.ipynb --allow-emulation
+	$(PY) -m cantelop_kernels.cli.show out/quickstart.ipynb
+
+lint: $(STAMP)  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+unit: $(STAMP)  ## the tests that need neither root nor a VM
+	$(PY) -m pytest tests/unit
+
+test: lint image  ## everything
+	$(PY) -m pytest
+
+bench: image  ## timings, as ratios against a plain local ipykernel
+	$(PY) -m tests.bench
+
+clean:  ## what was built here, not the image cache
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache
