@@ -111,9 +111,10 @@ def check(message: object, schemas: Mapping[str, Mapping[str, tuple[type, ...]]]
     """The message itself, if it is one of `schemas` to the letter; else WireError."""
     if not isinstance(message, dict):
         raise WireError("a frame that is not a JSON object")
-    schema = schemas.get(message.get("type", ""))
+    kind = message.get("type")
+    schema = schemas.get(kind) if isinstance(kind, str) else None
     if schema is None:
-        raise WireError(f"unknown message type {str(message.get('type'))[:40]!r}")
+        raise WireError(f"unknown message type {str(kind)[:40]!r}")
     if message.keys() - {"type"} != schema.keys():
         raise WireError(f"the fields of {message['type']!r} are not those of its schema")
     for field, types in schema.items():
