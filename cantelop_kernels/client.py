@@ -20,9 +20,10 @@ from typing import IO, Any
 
 from tornado.httpclient import HTTPClientError, HTTPRequest, HTTPResponse
 from tornado.httputil import HTTPHeaders
-from tornado.iostream import StreamClosedError
+from tornado.iostream import IOStream, StreamClosedError
 from tornado.netutil import Resolver
 from tornado.simple_httpclient import HTTPStreamClosedError, HTTPTimeoutError, SimpleAsyncHTTPClient
+from tornado.tcpclient import TCPClient
 
 from cantelop_kernels import config, errors
 from cantelop_kernels.schema import Info, Logs, SessionRequest, SessionView
@@ -146,10 +147,32 @@ class Client:
                 ) from error
 
 
+class _Connector(TCPClient):
+    """Remembers what it opened: tornado's client leaves a cancelled request's connection open.
+
+    The daemon undoes a launch when its connection closes, so closed it must be (tornado 6.6).
+    """
+
+    def __init__(self, resolver: Resolver) -> None:
+        super().__init__(resolver)
+        self._streams: list[IOStream] = []
+
+    async def connect(self, *args: Any, **kwargs: Any) -> IOStream:
+        stream = await super().connect(*args, **kwargs)
+        self._streams.append(stream)
+        return stream
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        super().close()
+
+
 @asynccontextmanager
 async def _http(path: Path) -> AsyncIterator[SimpleAsyncHTTPClient]:
     resolver = _UnixResolver(path=path)
     http = SimpleAsyncHTTPClient(force_instance=True, resolver=resolver)
+    http.tcp_client = _Connector(resolver)
     try:
         yield http
     finally:
