@@ -1,0 +1,87 @@
+"""`cantelop`: parses the command line, runs one sub-command, and turns its end into an exit code.
+
+Layer 6. Only the module of the sub-command that was asked for is imported, so `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from cantelop_kernels import __version__
+from cantelop_kernels.cli import report
+from cantelop_kernels.cli.supervisor import Supervisor
+
+COMMANDS = {
+    "doctor": "check whether this machine can run sandboxes, and say how to fix what it lacks",
+    "image": "build, list and remove the images that sandboxes boot from",
+    "kernelspec": "install, list and remove the Jupyter kernelspecs",
+    "serve": "run the daemon",
+    "run": "run a notebook in a fresh microVM",
+    "exec": "run a piece of code in a fresh microVM",
+    "ps": "list the sessions",
+    "logs": "show the last lines of a session's console, kernel and VMM",
+    "kill": "end sessions",
+}
+"""Each is a module of `cantelop_kernels.cli`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `cantelop` script. Never raises, except SystemExit for bad usage."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = report.debug_wanted() or "--debug" in args
+    try:
+        parsed = build_parser(args).parse_args(args)
+        code = asyncio.run(_run(parsed))
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001 - the last resort, see report
+        code = report.exit_code(error, debug=debug)
+        if isinstance(error, BrokenPipeError):
+            _silence_stdout()
+    return code
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser that knows all sub-commands by name, and in full the one that `argv` names."""
+    parser = argparse.ArgumentParser(
+        prog="cantelop",
+        description="Jupyter kernels that run as untrusted code, each in a microVM of its own.",
+        epilog="$CANTELOP_SOCKET names the daemon's socket, $CANTELOP_STATE the state folder.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"cantelop {__version__}")
+    debug_help = "show the traceback of an error (or set CANTELOP_DEBUG=1)"
+    parser.add_argument("--debug", action="store_true", help=debug_help)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((arg for arg in argv if not arg.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        if name == wanted:
+            module = importlib.import_module(f"cantelop_kernels.cli.{name}")
+            module.add_parser(commands)
+            hidden = argparse.SUPPRESS
+            commands.choices[name].add_argument(
+                "--debug", action="store_true", default=hidden, help=hidden
+            )
+        else:
+            commands.add_parser(name, help=text)
+    return parser
+
+
+async def _run(args: argparse.Namespace) -> int:
+    supervisor = args.supervisor = Supervisor()
+    return await supervisor.run(args.func(args))
+
+
+def _silence_stdout() -> None:
+    """Nobody reads our output any more: let the interpreter's last flush go nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""A kernel of ours for one command: the flags that shape it, its manager, its client, its end.
+
+Used by `run` and `exec`. It is an ordinary jupyter_client KernelManager with a kernelspec that
+exists in memory only, so nothing has to be installed, and the provisioner is the same as for every
+other Jupyter client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jupyter_client.asynchronous.client import AsyncKernelClient
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+
+from cantelop_kernels.client import Client
+from cantelop_kernels.errors import (
+    CantelopError,
+    DeadlineExceeded,
+    NotFound,
+    OutOfMemory,
+    SandboxGone,
+)
+from cantelop_kernels.schema import SessionView
+
+READY_DEADLINE = 120
+"""Seconds from a kernel that listens to its first answer (1.3 s under emulation)."""
+
+END_DEADLINE = 30.0
+
+_POLL = 0.5
+"""Seconds between looks at whether the kernel lives; the manager offers no event for it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that starts a sandbox."""
+    group = parser.add_argument_group("sandbox")
+    group.add_argument("--app", metavar="A", help="the App (policy) to run under")
+    group.add_argument("--image", metavar="I", help="image name or digest, instead of the App's")
+    group.add_argument("--vcpus", type=int, metavar="N", help="virtual CPUs, instead of the App's")
+    group.add_argument("--memory", type=int, metavar="MIB", help="memory, instead of the App's")
+    group.add_argument(
+        "--allow-emulation",
+        action="store_true",
+        help="run even without hardware virtualization (no security boundary)",
+    )
+
+
+def positive_seconds(text: str) -> float:
+    """An argparse type."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def provisioner_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The provisioner's stanza: only what was asked for, the rest is as the App says."""
+    wanted = {
+        "app": args.app,
+        "image": args.image,
+        "vcpus": args.vcpus,
+        "memory_mib": args.memory,
+        "allow_emulation": args.allow_emulation or None,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+class _OneSpec(KernelSpecManager):
+    """Knows one kernelspec, which is in no file."""
+
+    def __init__(self, spec: KernelSpec, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._spec = spec
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        return self._spec
+
+
+def manager(args: argparse.Namespace) -> AsyncKernelManager:
+    """A manager for a kernel in a microVM; nothing is started yet."""
+    spec = KernelSpec(
+        argv=["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        display_name="Python 3 (microVM)",
+        language="python",
+        metadata={
+            "kernel_provisioner": {
+                "provisioner_name": "cantelop",
+                "config": provisioner_config(args),
+            }
+        },
+    )
+    return AsyncKernelManager(
+        kernel_name="cantelop-python3", kernel_spec_manager=_OneSpec(spec), transport="ipc"
+    )
+
+
+@asynccontextmanager
+async def started(km: AsyncKernelManager) -> AsyncIterator[AsyncKernelClient]:
+    """Start the kernel, yield a client that it has answered, and leave nothing of either.
+
+    A failed launch raises the provisioner's error. The end is orderly (what the kernel still has
+    to flush is flushed) unless this ends by an exception or a cancellation: then it is at once.
+    """
+    kc: AsyncKernelClient | None = None
+    now = True
+    try:
+        await km.start_kernel()
+        kc = km.client()
+        kc.start_channels()
+        await _ready(km, kc)
+        yield kc
+        now = False
+    finally:
+        task = asyncio.ensure_future(_end(km, kc, now=now))
+        await _uncancelled(task)
+
+
+async def _ready(km: AsyncKernelManager, kc: AsyncKernelClient) -> None:
+    try:
+        await kc.wait_for_ready(timeout=READY_DEADLINE)
+    except RuntimeError as error:
+        if await km.is_alive():
+            raise DeadlineExceeded(
+                f"the kernel did not answer within {READY_DEADLINE} s",
+                hint="look at `cantelop ps` and `cantelop logs ID`",
+            ) from error
+        raise await death(km, "before it answered") from error
+
+
+async def _end(km: AsyncKernelManager, kc: AsyncKernelClient | None, *, now: bool) -> None:
+    if kc is not None:
+        kc.stop_channels()
+    async with asyncio.timeout(END_DEADLINE):
+        try:
+            if km.has_kernel:
+                await km.shutdown_kernel(now=now or not await km.is_alive())
+        finally:
+            await km.cleanup_resources()
+
+
+async def _uncancelled(task: asyncio.Task[None]) -> None:
+    """The undoing goes on to its end, however often its caller is cancelled meanwhile."""
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def until_dead(km: AsyncKernelManager) -> None:
+    """Returns when the kernel has ended."""
+    alive = True
+    while alive:
+        await asyncio.sleep(_POLL)
+        alive = await km.is_alive()
+
+
+async def death(km: AsyncKernelManager, where: str) -> CantelopError:
+    """The error for a kernel that ended by itself; call it before the manager cleans up."""
+    view = await _view(km)
+    ended = view.exit if view else None
+    if ended is None:
+        return SandboxGone(f"the kernel died {where}", hint="run it again")
+    if ended.oom:
+        limit, peak = ended.memory_limit, ended.memory_peak
+        return OutOfMemory(
+            f"the kernel died {where}: out of memory"
+            f" (limit {limit / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB)",
+            hint="use less memory at a time, or ask for more with --memory MIB",
+            limit=limit,
+            peak=peak,
+        )
+    return SandboxGone(f"the kernel died {where}: {ended.reason}", hint="run it again")
+
+
+async def notices(km: AsyncKernelManager) -> list[str]:
+    """What the user must be told about the sandbox, such as that emulation is no boundary."""
+    view = await _view(km)
+    return view.notices if view else []
+
+
+async def _view(km: AsyncKernelManager) -> SessionView | None:
+    """The session as the daemon sees it; None where there is none, or nobody who knows it."""
+    if km.provisioner is None:
+        return None
+    info = await km.provisioner.get_provisioner_info()
+    session = info.get("session")
+    if not session:
+        return None
+    try:
+        return await Client().get(session)
+    except NotFound:
+        return None
