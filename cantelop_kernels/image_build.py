@@ -13,8 +13,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +24,11 @@ from .image_apt import Mirror, host_mirror
 from .image_cache import SIDECAR, Cache
 from .image_initramfs import build_initramfs
 from .image_kernel import build_kernel
+from .image_lock import locked
 from .image_pyc import copy_interpreter
 from .image_recipe import Recipe, load
 from .image_root import RootBuilder
-from .process import CommandFailed, Process
+from .process import CommandFailed
 
 BUILDER = 1
 """Raise it when the builder makes something else of the same recipe: the caches start anew."""
@@ -115,13 +116,16 @@ class _Builder:
     async def run(self, refresh: bool) -> Image:
         self._store.prepare()
         self._cache = Cache(self._state / "cache", self._recipe.name)
-        async with _locked(self._state / "cache" / f"{self._recipe.name}.lock", self._progress):
+        async with locked(self._state / "cache" / f"{self._recipe.name}.lock", self._waiting):
             self._cache.sweep()
             kernel = await self._kernel(refresh)
             root = await self._root(refresh)
             with self._cache.scratch() as work:
                 initramfs = await self._initramfs(kernel, root, work)
                 return await self._publish(kernel, root, initramfs, work)
+
+    def _waiting(self) -> None:
+        self._progress.line("another build of this image is running; waiting for it")
 
     @contextmanager
     def _named(self, step: str, *, cached: bool = False) -> Iterator[None]:
@@ -254,30 +258,3 @@ def _is_full(error: CantelopError | OSError, state: Path) -> bool:
     with suppress(OSError):
         return shutil.disk_usage(state).free < 1 << 20
     return False
-
-
-@asynccontextmanager
-async def _locked(path: Path, progress: Progress) -> AsyncIterator[None]:
-    """Hold a lock file exclusively.
-
-    flock(1) waits in our place, so that a wait can be cancelled: its lock is on the open file, and
-    that it shares with us.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    async with AsyncExitStack() as stack:
-        stack.callback(os.close, fd)
-        if await _flock(fd, "--nonblock") != 0:
-            progress.line("another build of this image is running; waiting for it")
-            if await _flock(fd) != 0:
-                raise ImageError(f"cannot lock {path}")
-        yield
-
-
-async def _flock(fd: int, *options: str) -> int:
-    argv = ["flock", "--exclusive", *options, str(fd)]
-    process = Process.spawn(argv, env={"PATH": _PATH}, pass_fds=(fd,))
-    try:
-        return await process.wait()
-    finally:
-        await process.stop(1)
-        process.close()
