@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fakes.fake_guest import run
+from tests.fakes.fake_guest import run
 
 
 def main() -> None:

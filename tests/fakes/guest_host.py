@@ -115,7 +115,7 @@ class GuestHost:
             if not path.exists():
                 self._serve(channel, self._listen(str(path)))
         client = BlockingKernelClient()
-        client.load_connection_info(info)
+        client.load_connection_info(info)  # type: ignore[arg-type]
         client.start_channels()
         return client
 
