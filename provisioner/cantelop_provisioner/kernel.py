@@ -97,9 +97,11 @@ class Kernel:
 
     def _learn(self, view: SessionView | None) -> None:
         self._silent = False
-        if self.exit_code is not None or (view is not None and view.state != "exited"):
+        if self.exit_code is not None:
             return
         ended = view.exit if view is not None else None
+        if view is not None and ended is None and view.state != "exited":
+            return
         self.exit_code = report.exit_code(ended)
         if not self.expected:
             self._log.error("%s [session %s]", report.death(ended), self.session)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 from traitlets import Bool, Int, List, TraitError, Unicode
 
 from cantelop_kernels.client import Client, ensure_daemon
-from cantelop_kernels.errors import BadRequest, CantelopError, ConfigError
+from cantelop_kernels.errors import BadRequest, CantelopError, ConfigError, NotFound
 from cantelop_kernels.schema import SessionRequest, SessionView
 from cantelop_provisioner.adopt import adopt, connection_info
 from cantelop_provisioner.command import (
@@ -165,7 +166,13 @@ class CantelopProvisioner(KernelProvisionerBase):
     async def _create(self, request: SessionRequest) -> SessionView:
         path = Path(self.socket).expanduser() if self.socket else None
         self._client = await ensure_daemon(path, allow_emulation=self.allow_emulation)
-        return await self._client.create(request)
+        try:
+            return await self._client.create(request)
+        except NotFound:
+            if request.endpoints is None:
+                raise
+        self.log.warning("the endpoints are gone: clients of the earlier kernel must connect anew")
+        return await self._client.create(replace(request, endpoints=None))
 
     async def _settle(self, view: SessionView, request: SessionRequest) -> None:
         """Take the session over, or end it where the KernelManager cannot have it."""

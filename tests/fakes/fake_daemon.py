@@ -107,6 +107,8 @@ class FakeDaemon:
         if self.faults.launch is not None and self.faults.launches > 0:
             self.faults.launches -= 1
             raise self.faults.launch
+        if request.endpoints in self.released:
+            raise errors.NotFound("no such endpoints")
         ip = request.endpoints or str(self.folder / secrets.token_hex(4))
         view = self._view(ip)
         process = self._spawn(request, ip)

@@ -130,6 +130,21 @@ async def test_endpoints_go_back_after_a_restart_that_failed(
     assert len(fake_daemon.released) == 1
 
 
+async def test_endpoints_that_the_daemon_has_lost_are_replaced(
+    start: Start, fake_daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, _ = await start()
+    ip = manager.ip
+    fake_daemon.released.append(fake_daemon.last.view.endpoints.token)
+    await manager.restart_kernel(now=True)
+    assert manager.ip != ip
+    assert "connect anew" in caplog.text
+    client = manager.client()
+    client.start_channels()
+    await client.wait_for_ready(timeout=30)
+    client.stop_channels()
+
+
 async def test_nbclient_shows_why_a_kernel_did_not_start(
     write_spec: WriteSpec, fake_daemon: FakeDaemon
 ) -> None:
