@@ -25,8 +25,7 @@ image: $(STAMP)  ## the guest image python3
 
 demo: image  ## run notebooks/quickstart.ipynb in a microVM
 	mkdir -p out
-	$(PY) -m cantelop_kernels run notebooks/quickstart.ipynb -o out/quickstart.ipynb --allow-emulation
-	$(PY) -m cantelop_kernels.cli.show out/quickstart.ipynb
+	$(PY) -m cantelop_kernels run notebooks/quickstart.ipynb -o out/quickstart.ipynb --show --allow-emulation
 
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .
