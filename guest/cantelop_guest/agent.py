@@ -119,21 +119,19 @@ class Agent:
                     self._report_exit(status)
 
     def _report_exit(self, status: int) -> None:
+        """Last of all: the host closes the channels when it hears of this."""
         self._log.drain()
-        self._relays.close_listeners()
-        self._loop.call_later(LAST_BYTES, self._relays.close)
         memory = self._machine.memory()
         by_signal = os.WIFSIGNALED(status)
-        self._control.send(
-            {
-                "type": "exited",
-                "exit_code": None if by_signal else os.WEXITSTATUS(status),
-                "signal": os.WTERMSIG(status) if by_signal else None,
-                "oom": self._machine.oom_kills() > 0,
-                "memory_limit": memory["memory_limit"],
-                "memory_peak": memory["memory_peak"],
-            }
-        )
+        exited = {
+            "type": "exited",
+            "exit_code": None if by_signal else os.WEXITSTATUS(status),
+            "signal": os.WTERMSIG(status) if by_signal else None,
+            "oom": self._machine.oom_kills() > 0,
+            "memory_limit": memory["memory_limit"],
+            "memory_peak": memory["memory_peak"],
+        }
+        self._relays.finish(LAST_BYTES, lambda: self._control.send(exited))
 
 
 def _watch_children(loop: Loop, reap: Callable[[], None]) -> None:

@@ -41,23 +41,39 @@ class RelayHub:
         self._endpoints = endpoints
         self._listeners: list[Listener] = []
         self._relays: set[Relay] = set()
+        self._finished: Callable[[], None] | None = None
 
     def open(self) -> None:
         """Listen on every channel's port. Before this the host's dials are refused."""
         for channel, port in wire.CHANNEL_PORTS.items():
             self._listeners.append(self._transport.listen(port, self._joiner(channel)))
 
-    def close_listeners(self) -> None:
-        """No new connections; what the kernel has sent already still passes."""
+    def finish(self, within: float, done: Callable[[], None]) -> None:
+        """The kernel has ended: let what it sent last pass, then call `done`, once.
+
+        A dead kernel's sockets end by themselves, unless a forked child holds them: hence `within`,
+        in seconds.
+        """
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+        self._finished = done
+        self._loop.call_later(within, self._close)
+        self._check_finished()
 
-    def close(self) -> None:
-        """End every relay at once; idempotent."""
-        self.close_listeners()
+    def _close(self) -> None:
         for relay in list(self._relays):
             relay.close()
+        self._check_finished()
+
+    def _forget(self, relay: Relay) -> None:
+        self._relays.discard(relay)
+        self._check_finished()
+
+    def _check_finished(self) -> None:
+        if self._finished is not None and not self._relays:
+            done, self._finished = self._finished, None
+            done()
 
     def _joiner(self, channel: str) -> Callable[[socket], None]:
         return lambda sock: self._join(sock, self._endpoints[channel])
@@ -77,6 +93,6 @@ class RelayHub:
             sock,
             to_left=TO_KERNEL,
             to_right=wire.MAX_GUEST_WRITE,
-            on_close=self._relays.discard,
+            on_close=self._forget,
         )
         self._relays.add(relay)
