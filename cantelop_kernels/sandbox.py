@@ -20,7 +20,7 @@ from typing import Any
 
 from cantelop_kernels import jail, scratch, vsock, wire
 from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError, SandboxGone
-from cantelop_kernels.image import Image
+from cantelop_kernels.image import Image, ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.link import Link
 from cantelop_kernels.process import Process
@@ -37,6 +37,7 @@ class Plan:
     """All that a sandbox is made from."""
 
     image: Image
+    images: ImageStore
     vcpus: int
     memory_mib: int
     scratch_mib: int
@@ -201,7 +202,7 @@ async def _acquire(
         slot = _take_slot(slots)
         stack.callback(slots.release, slot)
     with step("image"):
-        stack.enter_context(plan.image.lease())
+        stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
         place = stack.enter_context(jail.make(plan.state, slot))
     with step("disk"):

@@ -27,7 +27,7 @@ from cantelop_kernels.errors import (
     NotFound,
     PermissionRefused,
 )
-from cantelop_kernels.image import ImageStore
+from cantelop_kernels.image import ImageStore, VerifiedImages
 from cantelop_kernels.process import wait_pidfd
 from cantelop_kernels.sandbox import Plan
 from cantelop_kernels.schema import Endpoints, SessionRequest
@@ -69,6 +69,7 @@ class Sessions:
         self._config = config
         self._state = state
         self._images = images
+        self._verified = VerifiedImages(images)
         self._vmm = vmm
         self._folders = folders
         self._slots = SlotTable(config.uid_base, config.max_sessions)
@@ -141,8 +142,8 @@ class Sessions:
         self._draining = True
         for session in self._sessions.values():
             session.stop(reason)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        for session in list(self._sessions.values()):
+            await session.ended.wait()
         for reservation in list(self._reservations.values()):
             await self._release(reservation)
 
@@ -155,11 +156,9 @@ class Sessions:
                 hint="ask the operator to add you to its `users`",
             )
         self._check_emulation(request, peer)
-        image = await asyncio.to_thread(
-            self._images.resolve, request.image or app.image, verify=True
-        )
         return Plan(
-            image=image,
+            image=await asyncio.to_thread(self._verified.resolve, request.image or app.image),
+            images=self._images,
             vcpus=_within("vcpus", request.vcpus, app.vcpus, 1, app.max_vcpus),
             memory_mib=_within(
                 "memory_mib", request.memory_mib, app.memory_mib, 192, app.max_memory_mib

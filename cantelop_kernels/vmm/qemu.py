@@ -24,6 +24,7 @@ BINARY = "qemu-system-x86_64"
 _VHOST_SOCKET = "vhost.sock"
 _HELPER_DEADLINE = 5.0
 _UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
+_UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
 _ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 _ALWAYS = (
@@ -112,7 +113,9 @@ class Qemu:
             await _kill(helper)
 
     def _spawn(self, jail: Jail, argv: list[str], *, stdout: int, log: int) -> Process:
-        return Process.spawn(jail.confined(argv), env=_ENV, cwd=jail.run, stdout=stdout, stderr=log)
+        return Process.spawn(
+            jail.confined(argv), env=_ENV, cwd=jail.run, stdout=stdout, stderr=log, umask=_UMASK
+        )
 
     def _kernel_args(self) -> tuple[str, ...]:
         return (*_ALWAYS, *(emulation_args(self.tsc_khz) if self.emulated else ()))
