@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nbformat
 import pytest
@@ -29,6 +29,8 @@ from cantelop_kernels.cli import kernel, run
 from cantelop_kernels.cli.supervisor import Supervisor
 from cantelop_kernels.errors import CantelopError, DeadlineExceeded, NotebookError, SandboxGone
 from cantelop_kernels.schema import Endpoints, Exit, SessionView
+
+Spawn = Callable[..., subprocess.Popen[str]]
 
 MANAGERS: list[AsyncKernelManager] = []
 
@@ -213,57 +215,70 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
+@pytest.fixture
+def spawn(script: list[str]) -> Iterator[Spawn]:
+    """Starts `cantelop ARGS…`; whatever the test does, it is over when the test is."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(*argv: str, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        children.append(subprocess.Popen([*script, *argv], text=True, **pipes))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def pipes(child: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert child.stdout is not None and child.stderr is not None
+    return child.stdout, child.stderr
+
+
 ENDLESS = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
 
 
-def test_ctrl_c_interrupts_the_code_once(script: list[str]) -> None:
-    with subprocess.Popen(
-        [*script, "exec", ENDLESS + "\n"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "up\n"
-        child.send_signal(signal.SIGINT)
-        assert child.wait(30) == 130
-        assert "KeyboardInterrupt" in child.stderr.read()
+def test_ctrl_c_interrupts_the_code_once(spawn: Spawn) -> None:
+    child = spawn("exec", ENDLESS)
+    out, err = pipes(child)
+    assert out.readline() == "up\n"
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert "KeyboardInterrupt" in err.read()
 
 
-def test_a_second_ctrl_c_ends_code_that_does_not_listen(script: list[str]) -> None:
+def test_a_second_ctrl_c_ends_code_that_does_not_listen(spawn: Spawn) -> None:
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + ENDLESS
-    with subprocess.Popen(
-        [*script, "exec", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "up\n"
-        child.send_signal(signal.SIGINT)
-        assert "Ctrl-C again" in child.stderr.readline()
-        child.send_signal(signal.SIGINT)
-        assert child.wait(30) == 130
-        assert child.stderr.read() == ""
+    child = spawn("exec", code)
+    out, err = pipes(child)
+    assert out.readline() == "up\n"
+    child.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in err.readline()
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert err.read() == ""
 
 
-def test_sigterm_ends_it_with_143(script: list[str]) -> None:
-    with subprocess.Popen(
-        [*script, "exec", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "up\n"
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 143
-        assert child.stderr.read() == ""
+def test_sigterm_ends_it_with_143(spawn: Spawn) -> None:
+    child = spawn("exec", ENDLESS)
+    out, err = pipes(child)
+    assert out.readline() == "up\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 143
+    assert err.read() == ""
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(script: list[str]) -> None:
-    with subprocess.Popen(
-        [*script, "exec", "while True: print('y' * 1000)"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        child.stdout.readline()
-        child.stdout.close()
-        assert child.wait(30) == 141
-        assert child.stderr.read() == ""
+def test_a_reader_that_goes_away_ends_it_quietly(spawn: Spawn) -> None:
+    child = spawn("exec", "while True: print('y' * 1000)")
+    out, err = pipes(child)
+    out.readline()
+    out.close()
+    assert child.wait(30) == 141
+    assert err.read() == ""
 
 
 def test_code_comes_from_stdin(script: list[str]) -> None:
@@ -278,21 +293,18 @@ def test_code_comes_from_stdin(script: list[str]) -> None:
     assert (done.returncode, done.stdout) == (0, "é\n")
 
 
-def test_input_is_answered_from_the_terminal(script: list[str]) -> None:
+def test_input_is_answered_from_the_terminal(spawn: Spawn) -> None:
     ours, theirs = pty.openpty()
     try:
         code = "import getpass; a = input('name? '); b = getpass.getpass('pass? '); print(a + b)"
-        with subprocess.Popen(
-            [*script, "exec", code], stdin=theirs, stdout=subprocess.PIPE, text=True, bufsize=0
-        ) as child:
-            assert child.stdout is not None
-            fd = child.stdout.fileno()
-            assert read_until(fd, b"name? ")
-            os.write(ours, b"ann\n")
-            assert read_until(fd, b"pass? ")
-            os.write(ours, b"secret\n")
-            assert read_until(fd, b"annsecret\n")
-            assert child.wait(30) == 0
+        child = spawn("exec", code, stdin=theirs)
+        fd = pipes(child)[0].fileno()
+        assert read_until(fd, b"name? ")
+        os.write(ours, b"ann\n")
+        assert read_until(fd, b"pass? ")
+        os.write(ours, b"secret\n")
+        assert read_until(fd, b"annsecret\n")
+        assert child.wait(30) == 0
         echoed = os.read(ours, 4096)
         assert b"ann" in echoed and b"secret" not in echoed
     finally:
