@@ -26,8 +26,18 @@ INSTRUCTION_FD = 3
 PRELOAD = (
     "ipykernel.kernelapp",
     "ipykernel.ipkernel",
+    "ipykernel.debugger",
+    "IPython.core.completerlib",
+    "IPython.core.debugger",
+    "IPython.extensions.storemagic",
+    "tornado.platform.asyncio",
+    # the first traceback: an interrupt is to be answered within a second
+    "stack_data",
+    "pygments.formatters.terminal256",
+    "pygments.styles",
 )
-"""Imported before the claim. Nothing that a user would call his own choice (numpy, pandas, ...)."""
+"""Imported before the claim: what IPKernelApp imports when it starts, and what its first answers
+need. Nothing that a user would call his own choice (numpy, pandas, ...)."""
 
 STALL_SECONDS = 60
 """How long one reader of iopub that stays connected and reads nothing may hold up the kernel."""
