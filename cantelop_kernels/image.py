@@ -8,81 +8,32 @@ command line lists and removes. Files are root's and readable by all: VMMs run w
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from .errors import ImageError
+from .image_model import (
+    DIGEST,
+    MANIFEST,
+    NAME,
+    PARTS,
+    SCHEMA,
+    Image,
+    check_name,
+    corrupt,
+    digest_of,
+    rebuild_hint,
+    sha256,
+    shown,
+)
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
-PARTS = ("initramfs", "root.erofs", "vmlinux", "vmlinuz")
-
-_DIGEST = re.compile(r"[0-9a-f]{8,64}")
-_NAME = re.compile(r"[a-z0-9][a-z0-9.+-]{0,62}")
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """One image, found whole. `name` is what it was asked for by."""
-
-    name: str
-    digest: str
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def vmlinux(self) -> Path:
-        """Uncompressed ELF: QEMU boots it by PVH, Firecracker directly."""
-        return self.path / "vmlinux"
-
-    @property
-    def vmlinuz(self) -> Path:
-        return self.path / "vmlinuz"
-
-    @property
-    def initramfs(self) -> Path:
-        return self.path / "initramfs"
-
-    @property
-    def root(self) -> Path:
-        """erofs, to be attached read-only."""
-        return self.path / "root.erofs"
-
-    @property
-    def size(self) -> int:
-        """Bytes of all its files."""
-        return sum(part["size"] for part in self.manifest["files"].values())
-
-
-def check_name(name: str) -> str:
-    """The name itself, if it may name an image (it becomes a file name); else ImageError."""
-    if not _NAME.fullmatch(name):
-        raise ImageError(
-            f"not an image name: {name[:80]!r}",
-            hint="lower-case letters, digits, dots, plus and minus signs, at most 63",
-        )
-    return name
-
-
-def digest_of(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The digest of an image: of its parts' digests."""
-    lines = [f"{files[part]['sha256']} {part}\n" for part in PARTS]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+__all__ = ["Image", "ImageStore", "VerifiedImages"]
 
 
 class ImageStore:
@@ -105,7 +56,7 @@ class ImageStore:
         if path is None:
             raise ImageError(
                 f"no image {name_or_digest!r}",
-                hint=f"build it: cantelop image build {_shown(name_or_digest)}",
+                hint=f"build it: cantelop image build {shown(name_or_digest)}",
             )
         image = self._load(path, name_or_digest)
         self._check(image, verify)
@@ -117,7 +68,7 @@ class ImageStore:
         with self._open_manifest(image) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH)
             if os.fstat(stream.fileno()).st_nlink == 0:
-                raise ImageError(f"image {image.name!r} was removed", hint=_rebuild(image.name))
+                raise ImageError(f"image {image.name!r} was removed", hint=rebuild_hint(image.name))
             yield
 
     def in_use(self, image: Image) -> bool:
@@ -190,10 +141,10 @@ class ImageStore:
         return removed
 
     def _find(self, wanted: str) -> Path | None:
-        if _NAME.fullmatch(wanted) and (self._names / wanted).is_symlink():
+        if NAME.fullmatch(wanted) and (self._names / wanted).is_symlink():
             target = self._store / (self._names / wanted).readlink().name
             return target if target.is_dir() else None
-        if _DIGEST.fullmatch(wanted):
+        if DIGEST.fullmatch(wanted):
             found = list(self._store.glob(f"{wanted}*"))
             return found[0] if len(found) == 1 else None
         return None
@@ -203,7 +154,7 @@ class ImageStore:
         names: dict[str, list[str]] = {}
         if self._names.is_dir():
             for link in self._names.iterdir():
-                if link.is_symlink() and _NAME.fullmatch(link.name):
+                if link.is_symlink() and NAME.fullmatch(link.name):
                     names.setdefault(link.readlink().name, []).append(link.name)
         return names
 
@@ -215,7 +166,7 @@ class ImageStore:
                 raise ValueError("its manifest is not of this image")
             return Image(name, path.name, path, manifest)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _corrupt(name or path.name, f"{MANIFEST}: {error}") from error
+            raise corrupt(name or path.name, f"{MANIFEST}: {error}") from error
 
     def _check(self, image: Image, verify: bool) -> None:
         for part in PARTS:
@@ -224,11 +175,11 @@ class ImageStore:
                 size = (image.path / part).stat().st_size
                 digest = sha256(image.path / part) if verify else expected["sha256"]
             except OSError as error:
-                raise _corrupt(image.name, f"{part}: {error.strerror}") from error
+                raise corrupt(image.name, f"{part}: {error.strerror}") from error
             if size != expected["size"]:
-                raise _corrupt(image.name, f"{part} has {size} bytes, not {expected['size']}")
+                raise corrupt(image.name, f"{part} has {size} bytes, not {expected['size']}")
             if digest != expected["sha256"]:
-                raise _corrupt(image.name, f"{part} is not what was built")
+                raise corrupt(image.name, f"{part} is not what was built")
 
     def _is_whole(self, path: Path, parts: Path) -> bool:
         """Is the image there already, each part the very file that is to be published, or equal?"""
@@ -287,7 +238,7 @@ class ImageStore:
             return (image.path / MANIFEST).open("rb")
         except OSError as error:
             raise ImageError(
-                f"image {image.name!r} is gone: {error.strerror}", hint=_rebuild(image.name)
+                f"image {image.name!r} is gone: {error.strerror}", hint=rebuild_hint(image.name)
             ) from error
 
 
@@ -310,15 +261,3 @@ class VerifiedImages:
             self._store.resolve(name_or_digest, verify=True)
             self._seen.add(known)
         return image
-
-
-def _shown(wanted: str) -> str:
-    return wanted if _NAME.fullmatch(wanted) and not _DIGEST.fullmatch(wanted) else "python3"
-
-
-def _rebuild(name: str) -> str:
-    return f"cantelop image build {_shown(name)}"
-
-
-def _corrupt(name: str, why: str) -> ImageError:
-    return ImageError(f"image {name!r} is corrupt: {why}", hint=f"build again: {_rebuild(name)}")

@@ -18,20 +18,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import CantelopError, ConfigError, ImageError
-from .image import PARTS, SCHEMA, Image, ImageStore, digest_of, sha256
+from .errors import CantelopError, ImageError
+from .image import Image, ImageStore
 from .image_apt import Mirror, host_mirror
 from .image_cache import SIDECAR, Cache
 from .image_initramfs import build_initramfs
 from .image_kernel import build_kernel
 from .image_lock import locked
+from .image_model import PARTS, SCHEMA, digest_of, sha256
 from .image_pyc import copy_interpreter
 from .image_recipe import Recipe, load
 from .image_root import RootBuilder
 from .process import CommandFailed
 
-BUILDER = 1
-"""Raise it when the builder makes something else of the same recipe: the caches start anew."""
+KERNEL_VERSION, ROOT_VERSION = 2, 1
+"""Raised when the builder makes something else of the same recipe: that cache starts anew."""
 
 HOST_TOOLS = {
     "apt-get": "apt",
@@ -137,10 +138,8 @@ class _Builder:
             raise self.explain(error) from error
         self._progress.finished(step, cached=cached)
 
-    def explain(self, error: CantelopError | OSError) -> CantelopError:
-        """The same failure as an ImageError that names the step and says what to do."""
-        if isinstance(error, ConfigError) or (error.args and "at step" in str(error.args[0])):
-            return error if isinstance(error, CantelopError) else ImageError(str(error))
+    def explain(self, error: CantelopError | OSError) -> ImageError:
+        """The same failure, once, as an ImageError that names the step and says what to do."""
         prefix = f"building image {self._recipe.name!r} failed at step {self._step!r}"
         if _is_full(error, self._state):
             hint = f"free some 3 GB on the disk of {self._state}, or set CANTELOP_STATE elsewhere"
@@ -153,7 +152,7 @@ class _Builder:
         )
 
     async def _kernel(self, refresh: bool) -> Path:
-        key = self._recipe.key(BUILDER, *KERNEL_FIELDS)
+        key = self._recipe.key(KERNEL_VERSION, *KERNEL_FIELDS)
         found = None if refresh else await asyncio.to_thread(self._cache.get, "kernel", key)
         with self._named("kernel", cached=found is not None):
             if found is None:
@@ -164,7 +163,7 @@ class _Builder:
             return _there(found)
 
     async def _root(self, refresh: bool) -> Path:
-        key = self._recipe.key(BUILDER, *ROOT_FIELDS)
+        key = self._recipe.key(ROOT_VERSION, *ROOT_FIELDS)
         found = None if refresh else await asyncio.to_thread(self._cache.get, "root", key)
         if found is not None:
             with self._named("root", cached=True):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .image import sha256
+from .image_model import sha256
 
 SIDECAR = "entry.json"
 

@@ -20,6 +20,7 @@ from .image_recipe import Recipe
 from .process import run
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SIGNED = b"~Module signature appended~\n"
 _ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 
 
@@ -88,7 +89,21 @@ def _uncompress(base: Path, paths: Iterable[str], into: Path) -> None:
     for path in paths:
         data = (base / path).read_bytes()
         content = lzma.decompress(data) if path.endswith(".xz") else data
-        (into / file_name(path)).write_bytes(content)
+        (into / file_name(path)).write_bytes(lighten(content))
+
+
+def lighten(module: bytes) -> bytes:
+    """A module without its signature and its type information: an emulated guest loads it in half
+    the time (0.2 s less for all).
+
+    The kernel hashes a signed module whole, though it has no key to compare with: what is in an
+    image is vouched for by the image's digest. It reads types only from a section named `.BTF`.
+    Format: struct module_signature and kernel/module/signing.c, Linux 6.12.
+    """
+    if module.endswith(_SIGNED):
+        end = len(module) - len(_SIGNED) - 12
+        module = module[: end - int.from_bytes(module[end + 8 : end + 12], "big")]
+    return module.replace(b"\0.BTF\0", b"\0.btf\0")
 
 
 def module_name(path: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, ImageError
-from .image import check_name
+from .image_model import check_name
 
 
 @dataclass(frozen=True, slots=True)
