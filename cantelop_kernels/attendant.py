@@ -187,6 +187,7 @@ class Attendant:
         self._channels = channels
         self._logs = logs
         self._guest: socket.socket | None = None
+        self._lost = ""
         self._decoder = wire.Decoder(wire.FROM_GUEST)
         self._asked: set[int] = set()
         self._said: set[str] = set()
@@ -230,7 +231,7 @@ class Attendant:
         try:
             frame = wire.encode(message)
             if self._guest is None or self._guest.send(frame) != len(frame):
-                raise OSError("the guest's control line is not open, or stuck")
+                raise OSError(self._lost or "the guest's control line is stuck")
         except (OSError, wire.WireError) as error:
             self._asked.discard(message["id"])
             self._tell({"type": "failed", "id": message["id"], "reason": printable(str(error))})
@@ -271,6 +272,7 @@ class Attendant:
         self._loop.remove_reader(self._guest.fileno())
         self._guest.close()
         self._guest = None
+        self._lost = reason
         self._channels.close()
         self._tell({"type": "lost", "reason": printable(reason)})
 

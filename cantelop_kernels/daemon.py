@@ -57,7 +57,7 @@ async def serve(
     reason where the daemon cannot start; nothing is left then.
     """
     _check_root()
-    async with _running(config, options, make_vmm) as sessions:
+    async with running(config, options, make_vmm) as sessions:
         ready()
         log.info("serving on %s", options.socket)
         await _until_told(sessions, options.idle_seconds)
@@ -65,7 +65,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def _running(
+async def running(
     config: Config, options: Options, make_vmm: Callable[[Path], Awaitable[Vmm]]
 ) -> AsyncIterator[Sessions]:
     prepare_folders(options)
@@ -150,16 +150,17 @@ def _listener(path: Path) -> Iterator[socket.socket]:
     """Everybody may connect; who is served is decided by the peer's credentials."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o666)
-        listener.listen(128)
-        yield listener
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    finally:
-        listener.close()
-        path.unlink(missing_ok=True)
+    with listener:
+        try:
+            listener.bind(str(path))
+            path.chmod(0o666)
+            listener.listen(128)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
 
 
 async def _until_told(sessions: Sessions, idle_seconds: float | None) -> None:

@@ -29,6 +29,7 @@ from cantelop_kernels.slot import Slot, SlotTable
 from cantelop_kernels.vmm import Drive, Vmm, VmSpec
 
 _LOGS_DEADLINE = 1.0
+_CAUSE_DEADLINE = 0.5
 _NO_LOGS = Logs("", "", "")
 
 
@@ -76,7 +77,10 @@ class Sandbox:
         exited = asyncio.ensure_future(asyncio.shield(self.link.exited))
         try:
             await asyncio.wait([gone, exited], return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done():
+            if not exited.done() or exited.exception() is not None:
+                # the guest's line breaks a moment before the machine's end is seen
+                await asyncio.wait([gone], timeout=_CAUSE_DEADLINE)
+            if gone.done() and (not exited.done() or exited.exception() is not None):
                 raise SandboxGone(f"the virtual machine ended unexpectedly ({_how(gone.result())})")
             result: dict[str, Any] = exited.result()
             return result

@@ -1,0 +1,111 @@
+"""The whole host stack in the test's own process: real attendants, sockets, uids and API.
+
+Fixtures over it lie in `host/conftest.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from jupyter_client.asynchronous import AsyncKernelClient
+
+from cantelop_kernels import client, image, schema
+from cantelop_kernels.sessions import Sessions
+from cantelop_kernels.slot import uid_range
+
+UID_BASE = 910_000
+KEY = "0123456789abcdef"
+
+
+@dataclass
+class Stack:
+    """A running daemon, and how to talk to it."""
+
+    client: client.Client
+    sessions: Sessions
+    state: Path
+    socket: Path
+    vmm: Any
+
+    async def create(self, **fields: Any) -> schema.SessionView:
+        return await self.client.create(schema.SessionRequest(key=KEY, **fields))
+
+    def folders(self) -> list[str]:
+        """What of sandboxes and endpoints lies on the disk."""
+        ipc = self.socket.with_suffix(".ipc")
+        return [*os.listdir(self.state / "sandboxes"), *(os.listdir(ipc) if ipc.exists() else [])]
+
+
+Running = Callable[..., AbstractAsyncContextManager["Stack"]]
+
+
+def processes() -> list[psutil.Process]:
+    """Every process that runs as a uid of these tests' sandboxes."""
+    return [p for p in psutil.process_iter() if _uid(p) in uid_range(UID_BASE)]
+
+
+def _uid(process: psutil.Process) -> int:
+    try:
+        return process.uids().real
+    except psutil.Error:
+        return -1
+
+
+def publish_fake_image(state: Path, name: str = "python3") -> None:
+    """An image with the right form and nothing in it; the fake VMM does not look."""
+    parts = state / "parts"
+    parts.mkdir()
+    files = {}
+    for part in image.PARTS:
+        (parts / part).write_bytes(part.encode())
+        files[part] = {"size": len(part), "sha256": image.sha256(parts / part)}
+    store = image.ImageStore(state)
+    store.prepare()
+    store.publish(name, parts, {"schema": image.SCHEMA, "files": files})
+
+
+@asynccontextmanager
+async def connected(view: schema.SessionView) -> AsyncIterator[AsyncKernelClient]:
+    """A real, unmodified Jupyter client on a session's endpoints."""
+    kernel = AsyncKernelClient()
+    ports = {f"{name}_port": number for number, name in enumerate(_PORTS, 1)}
+    kernel.load_connection_info(
+        {"transport": "ipc", "ip": view.endpoints.ip, "key": KEY.encode(), **ports}
+    )
+    kernel.start_channels()
+    try:
+        await kernel.wait_for_ready(timeout=30)
+        yield kernel
+    finally:
+        kernel.stop_channels()
+
+
+_PORTS = ("shell", "iopub", "stdin", "control", "hb")
+
+
+async def output(kernel: AsyncKernelClient, code: str) -> str:
+    """What `code` prints."""
+    said: list[str] = []
+
+    def hook(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "stream":
+            said.append(message["content"]["text"])
+
+    reply = await kernel.execute_interactive(code, output_hook=hook, timeout=30)
+    assert reply["content"]["status"] == "ok", json.dumps(reply["content"], default=str)
+    return "".join(said)
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """For what has no event: the state of the machine outside this process."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
