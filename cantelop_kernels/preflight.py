@@ -113,7 +113,7 @@ def vsock_helper(state: Path) -> Check:
             "vsock helper",
             "warn",
             "vhost-device-vsock is not there yet; the daemon fetches it at its first start",
-            "cantelop image build fetches it as well",
+            "start the daemon once while the package mirror can be reached",
         )
     return Check("vsock helper", "ok", str(path))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cantelop_kernels.client import Client
+from cantelop_kernels.client import ensure_daemon
 from cantelop_kernels.errors import NotFound
 
 
@@ -22,7 +22,8 @@ def add_parser(commands: Any) -> None:
 
 async def command(args: argparse.Namespace) -> int:
     """Ends all that exist, and raises NotFound where some do not."""
-    client, unknown = Client(), []
+    client = await ensure_daemon()
+    unknown = []
     for session_id in args.ids:
         try:
             await client.get(session_id)

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from cantelop_kernels.cli.terminal import harmless
-from cantelop_kernels.client import Client
+from cantelop_kernels.client import ensure_daemon
 from cantelop_kernels.schema import Logs
 
 _PARTS = {
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 async def command(args: argparse.Namespace) -> int:
-    logs = await Client().logs(args.id)
+    logs = await (await ensure_daemon()).logs(args.id)
     print(render(logs, args.parts or []))
     return 0
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import nbformat
 
+from cantelop_kernels.cli import terminal
 from cantelop_kernels.errors import BadRequest, NotebookError
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -162,11 +163,11 @@ class Output:
         _check_writable(path)
         return cls(path)
 
-    def __str__(self) -> str:
-        return "stdout" if self.path is None else str(self.path)
-
     def write(self, notebook: Any) -> None:
-        """The whole notebook or nothing: a temporary file, then a rename. Raises NotebookError."""
+        """The whole notebook or nothing: a temporary file, then a rename; and say so.
+
+        Raises NotebookError.
+        """
         text = nbformat.writes(notebook) + "\n"
         if self.path is None:
             sys.stdout.write(text)
@@ -179,6 +180,7 @@ class Output:
                 _replace(self.path, text)
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        terminal.note(f"wrote {self.path}")
 
 
 def _check_writable(path: Path) -> None:

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from cantelop_kernels.cli.terminal import harmless
@@ -37,7 +38,7 @@ class Progress:
         self._source = ""
         self._since = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._status: Status | None = None
+        self._bar: Bar | None = None
         self._spinner = spinner and self._console.is_terminal
 
     def start(self) -> None:
@@ -80,10 +81,13 @@ class Progress:
         self._since = time.monotonic()
         self._stop()
         if self._spinner:
-            self._status = self._console.status(Text(label))
-            self._status.start()
+            text = TextColumn("{task.description}", markup=False)
+            columns = (SpinnerColumn(), text, TimeElapsedColumn())
+            self._bar = Bar(*columns, console=self._console, transient=True)
+            self._bar.add_task(label, total=None)
+            self._bar.start()
 
     def _stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cantelop_kernels.cli.terminal import age, table
-from cantelop_kernels.client import Client
+from cantelop_kernels.client import ensure_daemon
 from cantelop_kernels.schema import SessionView
 
 HEADERS = ["ID", "APP", "USER", "IMAGE", "STATE", "STEP", "AGE", "MEMORY", "VCPUS", "EMULATED"]
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 async def command(args: argparse.Namespace) -> int:
-    views = await Client().sessions()
+    views = await (await ensure_daemon()).sessions()
     if args.json:
         print(json.dumps([view.to_json() for view in views], indent=2))
     else:

@@ -82,10 +82,7 @@ async def command(
         if run.begun:
             output.write(nb)
     if failure is not None:
-        failure.hint = f"the notebook with its outputs is in {output}"
         raise failure
-    if output.path is not None:
-        terminal.note(f"wrote {output}")
     return 0
 
 
@@ -172,7 +169,10 @@ class Run:
             outputs = [output for output in cell.outputs if output.output_type == "error"]
             for output in outputs:
                 terminal.traceback(output.traceback, sys.stderr)
-        return NotebookError(f"{self._where()} failed: {error.ename}: {error.evalue}")
+        return NotebookError(
+            f"{self._where()} failed: {error.ename}: {error.evalue}",
+            hint="its traceback is above, and in the notebook that was written",
+        )
 
     async def _ended(self, error: Exception) -> CantelopError:
         if isinstance(error, CellTimeoutError):
