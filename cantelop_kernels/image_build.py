@@ -97,10 +97,10 @@ def check_host() -> None:
     """Raise ImageError unless this process is root and the host has the tools."""
     if os.geteuid() != 0:
         raise ImageError("building an image needs root", hint="run it with sudo")
-    missing = {p for tool, p in HOST_TOOLS.items() if shutil.which(tool, path=_PATH) is None}
+    missing = [tool for tool in HOST_TOOLS if shutil.which(tool, path=_PATH) is None]
     if missing:
-        hint = f"apt-get install {' '.join(sorted(missing))}"
-        raise ImageError("tools that a build needs are missing", hint=hint)
+        hint = f"apt-get install {' '.join(sorted({HOST_TOOLS[tool] for tool in missing}))}"
+        raise ImageError(f"tools that a build needs are missing: {', '.join(missing)}", hint=hint)
 
 
 class _Builder:
@@ -145,7 +145,7 @@ class _Builder:
             hint = f"free some 3 GB on the disk of {self._state}, or set CANTELOP_STATE elsewhere"
             return ImageError(f"{prefix}: the disk is full", hint=hint, step=self._step)
         if isinstance(error, OSError):
-            return ImageError(f"{prefix}: {error.strerror}: {error.filename}", step=self._step)
+            return ImageError(f"{prefix}: {error}", step=self._step)
         hint = error.hint or "try again; if it was the network, what was done before is kept"
         return ImageError(
             f"{prefix}: {error.message}", hint=hint, **error.details | {"step": self._step}

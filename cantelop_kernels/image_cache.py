@@ -88,7 +88,7 @@ class Cache:
 
     def sweep(self) -> None:
         """Delete what a build that was killed left. Only under the builder's lock."""
-        for path in self._folder.glob(f"tmp-{self._name}-*"):
+        for path in self._folder.glob(f"tmp-{self._name}-{'?' * 8}"):  # as mkdtemp names them
             shutil.rmtree(path)
 
     def _entry(self, part: str, key: str) -> Path:
