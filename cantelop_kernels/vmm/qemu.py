@@ -27,6 +27,10 @@ _UMASK = 0o007  # the attendant reaches the vsock socket through the slot's grou
 _UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
 _ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
+_EMULATED_CPU = "max,-erms"
+"""A CPU with "enhanced rep movsb" makes kernel and libc copy with it: byte by byte when emulated.
+Without it an emulated guest has its kernel up a second sooner (8.0 -> 6.8 s)."""
+
 _ALWAYS = (
     *("console=ttyS0", "quiet", "panic=-1", "reboot=t"),
     *("random.trust_cpu=on", "ipv6.disable=1"),
@@ -74,7 +78,7 @@ class Qemu:
             str(self.binary),
             *("-M", "microvm,isa-serial=on,pit=on,pic=on,rtc=on,memory-backend=ram"),
             *("-accel", "tcg,thread=multi,tb-size=512" if self.emulated else "kvm"),
-            *("-cpu", "max" if self.emulated else "host"),
+            *("-cpu", _EMULATED_CPU if self.emulated else "host"),
             *("-smp", str(spec.vcpus), "-m", f"{spec.memory_mib}M", "-object", memory),
             *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
             *("-serial", "stdio", "-monitor", "none", "-parallel", "none"),
