@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ImageError
-from .process import run
+from .process import CommandFailed, run
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
@@ -127,7 +127,10 @@ class PrivateApt:
 
     async def depends(self, package: str, pattern: str) -> str:
         """The first dependency of a package whose name matches; ImageError where none does."""
-        out = await self._apt(["apt-cache", *self.options(), "depends", package])
+        try:
+            out = await self._apt(["apt-cache", *self.options(), "depends", package])
+        except CommandFailed as error:
+            raise ImageError(f"package {package}: {error.message}") from error
         for name in re.findall(r"^\s*\|?Depends: (\S+)$", out, re.MULTILINE):
             if re.fullmatch(pattern, name):
                 return str(name)
