@@ -14,8 +14,8 @@ import pytest
 
 from cantelop_kernels import client, config, daemon
 from cantelop_kernels.vmm import Vmm
-from fakes.fake_vmm import FakeVmm
-from fakes.host_stack import UID_BASE, Running, Stack, processes, publish_fake_image
+from tests.fakes.fake_vmm import FakeVmm
+from tests.fakes.host_stack import UID_BASE, Running, Stack, processes, publish_fake_image
 
 
 @pytest.fixture

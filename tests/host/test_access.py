@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fakes.host_stack import KEY, Running, Stack, processes
+from tests.fakes.host_stack import KEY, Running, Stack, processes
 
 AS_USER = """
 import http.client, json, os, socket, sys

@@ -20,8 +20,8 @@ from cantelop_kernels.image import ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.process import Process
 from cantelop_kernels.vmm import VmSpec
-from fakes.fake_vmm import FakeVmm
-from fakes.host_stack import Running, Stack, processes
+from tests.fakes.fake_vmm import FakeVmm
+from tests.fakes.host_stack import Running, Stack, processes
 
 
 class BadVmm(FakeVmm):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cantelop_kernels.errors import BadRequest, NotFound, SandboxGone
-from fakes.host_stack import Running, Stack, connected, eventually, output, processes
+from tests.fakes.host_stack import Running, Stack, connected, eventually, output, processes
 
 
 async def test_code_runs_and_nothing_is_left(stack: Stack) -> None:
