@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    # tornado logs that a request failed after it was given up, which is what Ctrl-C does
+    logging.getLogger("tornado").addHandler(logging.NullHandler())
     supervisor = args.supervisor = Supervisor()
     return await supervisor.run(args.func(args))
 

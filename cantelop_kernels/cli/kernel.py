@@ -41,13 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sandbox")
     group.add_argument("--app", metavar="A", help="the App (policy) to run under")
     group.add_argument("--image", metavar="I", help="image name or digest, instead of the App's")
-    group.add_argument("--vcpus", type=int, metavar="N", help="virtual CPUs, instead of the App's")
-    group.add_argument("--memory", type=int, metavar="MIB", help="memory, instead of the App's")
+    group.add_argument(
+        "--vcpus", type=positive_int, metavar="N", help="virtual CPUs, instead of the App's"
+    )
+    group.add_argument(
+        "--memory", type=positive_int, metavar="MIB", help="memory, instead of the App's"
+    )
     group.add_argument(
         "--allow-emulation",
         action="store_true",
         help="run even without hardware virtualization (no security boundary)",
     )
+
+
+def positive_int(text: str) -> int:
+    """An argparse type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 def positive_seconds(text: str) -> float:

@@ -17,7 +17,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from cantelop_kernels.cli import kernel, notebook, terminal
 from cantelop_kernels.cli.display import Display
 from cantelop_kernels.cli.progress import Progress, runs
-from cantelop_kernels.errors import CantelopError, NotebookError
+from cantelop_kernels.errors import BadRequest, CantelopError, NotebookError
 
 _OUTPUT_DEADLINE = 300
 """Seconds for output that is still on its way when a cell has ended; it is never dropped."""
@@ -64,6 +64,8 @@ async def command(
     make: Callable[[argparse.Namespace], AsyncKernelManager] = kernel.manager,
 ) -> int:
     """`make` is replaced by tests."""
+    if args.show and args.output == "-":
+        raise BadRequest("--show and -o - both write to stdout", hint="leave one of them out")
     nb = _prepare(args)
     output = notebook.Output.of(args.output, args.notebook, inplace=args.inplace)
     progress = Progress(sum(map(runs, nb.cells)), spinner=not args.show)

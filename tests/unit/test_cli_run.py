@@ -348,7 +348,10 @@ def test_help_names_every_command_and_loads_none() -> None:
     assert told.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["run"], ["exec", "1", "--timeout", "0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["nonsense"], ["run"], ["exec", "1", "--timeout", "0"], ["exec", "1", "--vcpus", "0"]],
+)
 def test_bad_usage_is_2(argv: list[str]) -> None:
     done = cantelop(*argv)
     assert done.returncode == 2
@@ -385,6 +388,7 @@ def test_bad_notebooks_end_before_anything_starts(tmp_path: Path) -> None:
         ["run", str(tmp_path / "bad.ipynb")],
         ["run", str(good), "-o", str(tmp_path / "no" / "where.ipynb")],
         ["run", str(good), "-p", "not a name", "1"],
+        ["run", str(good), "-o", "-", "--show"],
     ):
         done = cantelop(*argv, CANTELOP_SOCKET=str(tmp_path / "none.sock"))
         assert done.returncode == 1, argv
