@@ -97,10 +97,16 @@ def bind(instruction: dict[str, Any]) -> None:
 
 
 def initialize(argv: list[str]) -> Any:
-    """IPKernelApp, with one change: iopub holds the kernel up where it would lose messages."""
+    """IPKernelApp, with one change: iopub holds the kernel up where it would lose messages.
+
+    Its history stays in memory unless the arguments say otherwise: a file would end with this
+    machine, and every cell would wait for its disk (8 of 60 ms under emulation).
+    """
     from ipykernel.kernelapp import IPKernelApp
+    from traitlets.config import Config
 
     app = IPKernelApp.instance()
+    app.update_config(Config({"HistoryManager": {"hist_file": ":memory:"}}))
     init_iopub = app.init_iopub
 
     def init_lossless_iopub(context: Any) -> None:

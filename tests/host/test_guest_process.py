@@ -116,7 +116,7 @@ def test_hello_says_who_the_guest_is(guest: Guest) -> None:
 
 
 def test_user_code_sees_an_ordinary_kernel(guest: Guest) -> None:
-    client = guest.start(extra=["--HistoryManager.hist_file=:memory:"], env={"GREETING": "hallo"})
+    client = guest.start(extra=["--IPKernelApp.quiet=True"], env={"GREETING": "hallo"})
     text, reply = run(
         client,
         """
@@ -148,6 +148,12 @@ print(json.dumps({
     assert seen["leader"] and reply["execution_count"] == 1 and seen["hist"] == ":memory:"
     assert not seen["file"]
     assert seen["isolated"] == 0
+
+
+def test_arguments_of_the_client_win(guest: Guest) -> None:
+    client = guest.start(extra=[f"--HistoryManager.hist_file={guest.folder}/history"])
+    code = "print(get_ipython().history_manager.hist_file)"
+    assert run(client, code)[0] == f"{guest.folder}/history\n"
 
 
 def test_a_variable_that_the_interpreter_reads_at_its_start_counts(guest: Guest) -> None:
