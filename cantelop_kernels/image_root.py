@@ -17,7 +17,7 @@ from pathlib import Path
 from . import image_packages
 from .image_apt import Mirror
 from .image_recipe import Recipe
-from .process import CommandFailed, Completed, run
+from .process import CommandFailed, run
 
 UID = 1000
 EPOCH = "1767225600"
@@ -27,6 +27,7 @@ UUID = "63616e74-656c-6f70-8000-000000000001"
 _ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # else matplotlib's font list comes in another order each time
     "SOURCE_DATE_EPOCH": EPOCH,
 }
 _DEADLINE = 1800.0
@@ -87,8 +88,7 @@ class RootBuilder:
         version = self._recipe.python
         folders = [f"/usr/lib/python{version}", "/usr/lib/python3", "/usr/local/lib"]
         mode = ["-q", "-f", "--invalidation-mode", "unchecked-hash"]
-        # some packages carry test files that are no valid Python, so its status says nothing
-        await self._inside(["python3", "-m", "compileall", *mode, *folders], check=False)
+        await self._inside(["python3", "-m", "compileall", *mode, *folders])
         await self._inside(self._warm_argv(), env={"HOME": f"/home/{self._recipe.user}"})
 
     async def pack(self, into: Path) -> None:
@@ -104,21 +104,14 @@ class RootBuilder:
         become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
         return [*become, "python3", "-c", code]
 
-    async def _inside(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, check: bool = True
-    ) -> Completed:
+    async def _inside(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
         """Run a program of the new root, in it, without a network."""
         within = ["--net", "chroot", str(self.root)]
-        return await self._alone(within, argv, env={"HOME": "/root", **(env or {})}, check=check)
+        await self._alone(within, argv, env={"HOME": "/root", **(env or {})})
 
     async def _alone(
-        self,
-        within: Sequence[str],
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        check: bool = True,
-    ) -> Completed:
+        self, within: Sequence[str], argv: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> None:
         done = await run(
             [*_ALONE, *within, *argv],
             env={**_ENV, **(env or {})},
@@ -126,9 +119,8 @@ class RootBuilder:
             check=False,
             on_line=self._on_line,
         )
-        if check and done.returncode != 0:
+        if done.returncode != 0:
             raise CommandFailed(argv[0], done.returncode, done.stderr_tail)
-        return done
 
 
 def mmdebstrap_argv(recipe: Recipe, mirror: Mirror, root: Path) -> list[str]:

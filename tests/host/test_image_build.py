@@ -19,6 +19,7 @@ from cantelop_kernels.errors import ImageError
 from cantelop_kernels.image import Image, ImageStore
 from cantelop_kernels.image_build import build
 from cantelop_kernels.image_lock import locked
+from cantelop_kernels.image_pyc import compile_tree, pyc_path
 from cantelop_kernels.process import run
 from tests.host import image_builds as builds
 from tests.host.image_builds import RECIPE, Recorder
@@ -84,6 +85,21 @@ async def test_the_root_has_what_a_first_use_needs(default_image: Image) -> None
         "/usr/share/doc/bash/copyright",
     ):
         await run(["dump.erofs", f"--path={path}", str(default_image.root)], deadline=60)
+
+
+async def test_the_agent_is_compiled_for_the_guests_python(
+    default_image: Image, place: Path
+) -> None:
+    (interpreter,) = (builds.default_state() / "cache").glob("root-python3-*/interpreter")
+    (place / "tree").mkdir()
+    (place / "tree" / "good.py").write_text("x = 1\n")
+    await compile_tree(interpreter, "3.13", place / "tree", place)
+    code = pyc_path(place / "tree" / "good.py", "3.13").read_bytes()
+    assert code[4:8] == b"\1\0\0\0"  # PEP 552: by hash, and never checked
+    (place / "tree" / "bad.py").write_text("x = (\n")
+    with pytest.raises(ImageError, match="does not compile: SyntaxError"):
+        await compile_tree(interpreter, "3.13", place / "tree", place)
+    assert list(interpreter.rglob("__pycache__")) == []
 
 
 async def test_a_second_build_finds_everything_done(default_image: Image) -> None:
