@@ -192,8 +192,8 @@ class Process:
 
     def _on_exit(self) -> None:
         returncode = self._popen.poll()
-        if returncode is None:  # pragma: no cover - the pidfd is readable only after the end
-            return
+        if returncode is None:
+            return  # never seen: a pidfd is readable only after the end
         self._loop.remove_reader(self._pidfd)
         self._ended.set_result(returncode)
         if self._closing:
@@ -280,14 +280,13 @@ async def _end_group(popen: subprocess.Popen[bytes], pidfd: int, pipes: asyncio.
 
 
 async def _kill_group(pid: int, pidfd: int) -> None:
-    """The leader is not reaped yet, so `pid` still names this group and no other."""
+    """End all of it, in two turns. The leader is not reaped yet: `pid` names no other group."""
     for signum, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _AFTER_KILL)):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signum)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await wait_pidfd(pidfd)
-    # stragglers of a leader that ended by TERM were killed by the second turn
 
 
 async def _pump(
