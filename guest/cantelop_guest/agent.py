@@ -67,7 +67,7 @@ class Agent:
     def _on_message(self, message: dict[str, Any]) -> None:
         try:
             self._requests[message["type"]](message)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"[:500]
             self._control.send({"type": "failed", "id": message["id"], "reason": reason})
 

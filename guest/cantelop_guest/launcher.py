@@ -67,6 +67,22 @@ def load(agent_path: str) -> None:
     gc.enable()
 
 
+def adopt_user_site() -> None:
+    """Do again what `site` did for the user that the interpreter started as, for this one.
+
+    `pip install` without rights on the system's packages puts them there.
+    """
+    import site
+
+    site.USER_BASE = site.USER_SITE = None
+    site.ENABLE_USER_SITE = site.check_enableusersite()
+    before = list(sys.path)
+    site.addusersitepackages(set(before))
+    added = [entry for entry in sys.path if entry not in before]
+    first = next((i for i, entry in enumerate(before) if entry.endswith("-packages")), len(before))
+    sys.path[:] = [*before[:first], *added, *before[first:]]
+
+
 def receive(fd: int) -> dict[str, Any]:
     """Wait for the agent's line. A closed socket means there will be no kernel."""
     import json

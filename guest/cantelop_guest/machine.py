@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import struct
 import time
@@ -37,6 +38,9 @@ AGENT_PATH = "/run/cantelop/agent"
 PYTHON = "/usr/bin/python3"
 USER = "sandbox"
 UID = GID = 1000
+
+OPEN_FILES = (65536, 524288)
+"""Soft and hard limit of the kernel's process; Linux gives its first process 1024 and 4096."""
 
 _SIOCGIFFLAGS = 0x8913
 _SIOCSIFFLAGS = 0x8914
@@ -76,6 +80,7 @@ class Machine:
         """In the child: own cgroup, no protection from the OOM killer, the sandbox's user."""
         _write("/proc/self/oom_score_adj", "0")
         self._cgroup.enter()
+        resource.setrlimit(resource.RLIMIT_NOFILE, OPEN_FILES)
         os.setgroups(self._groups)
         os.setresgid(GID, GID, GID)
         os.setresuid(UID, UID, UID)

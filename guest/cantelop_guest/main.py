@@ -39,7 +39,9 @@ def run(machine: Machine) -> None:
 
 
 def _become_launcher(machine: Machine) -> None:
+    """In the kernel's process: shed what is ours, and the traces of having started as root."""
     os.environ.clear()
     os.environ.update(machine.kernel_env())
     sys.argv[:] = [""]
+    launcher.adopt_user_site()
     launcher.main(AGENT_PATH)

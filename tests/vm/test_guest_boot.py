@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(180)]
 
 SURVEY = """
-import json, os, socket, subprocess, time
+import json, os, resource, socket, subprocess, sys, time
 def read(path):
     with open(path) as file: return file.read().strip()
 def sh(command):
@@ -37,7 +37,11 @@ print(json.dumps({
     "mounts": [line.split()[1] for line in open("/proc/mounts")],
     "writable": sh("sudo touch /usr/written && echo yes"),
     "shm": sh("echo x > /dev/shm/x && cat /dev/shm/x"),
-    "pty": len(os.openpty()), "kernel_files": sh("ls -l /run/cantelop/kernel"),
+    "pty": len(os.openpty()), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    "path": [entry for entry in sys.path if entry],
+    "plain_path": json.loads(sh("python3 -c 'import json, sys; print(json.dumps(sys.path[1:]))'")),
+    "isolated": sys.flags.isolated + sys.flags.no_site + sys.flags.safe_path,
+    "orphan_modules": [name for name in sys.modules if name.startswith("cantelop")],
 }))
 """
 
@@ -107,7 +111,9 @@ def test_the_kernel_is_an_ordinary_user_of_a_machine_of_its_own(
     assert seen["cgroup"] == "0::/kernel"
     assert seen["memory_max"] < MEMORY_MIB << 20
     assert {"/", "/proc", "/sys", "/dev", "/dev/pts", "/dev/shm", "/run"} <= set(seen["mounts"])
-    assert seen["shm"] == "x" and seen["pty"] == 2
+    assert seen["shm"] == "x" and seen["pty"] == 2 and seen["files"] == 65536
+    assert seen["path"] == seen["plain_path"]
+    assert seen["isolated"] == 0 and seen["orphan_modules"] == []
 
 
 def test_orphans_are_reaped(running: tuple[GuestVm, BlockingKernelClient]) -> None:
@@ -158,7 +164,8 @@ def test_status(running: tuple[GuestVm, BlockingKernelClient]) -> None:
 
 def test_a_hungry_cell_kills_the_kernel_and_not_the_agent() -> None:
     with guest_vm() as vm:
-        client = start(vm)
+        client = start(vm, env={"PYTHONHASHSEED": "0"})
+        assert run(client, "import sys; print(sys.flags.hash_randomization)") == "0\n"
         client.execute("hoard = []\nwhile True: hoard.append(bytearray(b'x' * (1 << 22)))")
         exited = vm.host.expect("exited", timeout=60)
         assert exited["oom"] is True and exited["signal"] == signal.SIGKILL
@@ -175,10 +182,8 @@ def test_a_kernel_with_its_own_argv_and_a_host_that_goes_away() -> None:
     with guest_vm() as vm:
         connection_file = "/run/cantelop/kernel/connection.json"
         argv = ["python", "-m", "ipykernel_launcher", "-f", connection_file]
-        client = start(vm, argv=argv, env={"PYTHONHASHSEED": "0"}, cwd="/tmp")
-        assert run(client, "import os, sys; print(os.getcwd(), sys.flags.hash_randomization)") == (
-            "/tmp 0\n"
-        )
+        client = start(vm, argv=argv, cwd="/tmp")
+        assert run(client, "import os; print(os.getcwd())") == "/tmp\n"
         client.stop_channels()
         vm.host.close()
         assert "cantelop: power off" in vm.ended(timeout=20)
