@@ -106,9 +106,7 @@ def manager(args: argparse.Namespace) -> AsyncKernelManager:
             }
         },
     )
-    return AsyncKernelManager(
-        kernel_name="cantelop-python3", kernel_spec_manager=_OneSpec(spec), transport="ipc"
-    )
+    return AsyncKernelManager(kernel_name="cantelop-python3", kernel_spec_manager=_OneSpec(spec))
 
 
 @asynccontextmanager

@@ -36,7 +36,8 @@ MANAGERS: list[AsyncKernelManager] = []
 
 
 def local(args: argparse.Namespace) -> AsyncKernelManager:
-    km = AsyncKernelManager(kernel_name="python3", transport="ipc")
+    ip = f"{os.environ['JUPYTER_RUNTIME_DIR']}/{len(MANAGERS)}"
+    km = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=ip)
     MANAGERS.append(km)
     return km
 
@@ -193,7 +194,7 @@ async def test_exec_loses_no_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 SCRIPT = """
-import sys
+import os, sys
 from subprocess import DEVNULL
 from jupyter_client.manager import AsyncKernelManager
 from cantelop_kernels.cli import kernel
@@ -202,7 +203,8 @@ import cantelop_kernels.cli.exec as e, cantelop_kernels.cli.run as r
 class Quiet(AsyncKernelManager):  # what a local kernel says itself is not ours to test
     async def start_kernel(self, **kwargs):
         await super().start_kernel(stdout=DEVNULL, stderr=DEVNULL, **kwargs)
-local = lambda args: Quiet(kernel_name="python3", transport="ipc")
+ip = os.environ["JUPYTER_RUNTIME_DIR"] + "/k"
+local = lambda args: Quiet(kernel_name="python3", transport="ipc", ip=ip)
 for command in (e.command, r.command):
     command.__defaults__ = (local,)
 from cantelop_kernels.__main__ import main
