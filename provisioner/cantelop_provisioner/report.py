@@ -52,7 +52,7 @@ def death(ended: Exit | None) -> str:
     if ended is None:
         return "the kernel died: its sandbox is gone"
     text = f"the kernel died: {ended.reason}"
-    if not ended.oom:
+    if not ended.oom or "peak" in ended.reason:  # the daemon's own words say it all
         return text
     facts = f"limit {mebibytes(ended.memory_limit)}, peak {mebibytes(ended.memory_peak)}"
     reason = "" if "out of memory" in ended.reason.lower() else "out of memory, "

@@ -13,7 +13,7 @@ from cantelop_kernels.client import Client
 from cantelop_kernels.schema import SessionView
 
 Message = dict[str, Any]
-PATIENCE = 60.0
+PATIENCE = 30.0
 """Seconds until an answer is overdue: emulation, and a machine that does other things too."""
 
 
