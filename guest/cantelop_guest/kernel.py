@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CONNECTION_FILE = "/run/cantelop/kernel/connection.json"
 """What the host writes into an argv for the connection file."""
 
-_AT_INTERPRETER_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_")
-"""Variables that a process which runs already cannot take on any more."""
+_AT_INTERPRETER_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "PYDEVD_", "DEBUGPY_")
+"""Variables that a process which has loaded ipykernel cannot take on any more."""
 
 
 class Kernel:

@@ -135,8 +135,8 @@ def test_interrupt(running: tuple[GuestVm, BlockingKernelClient], code: str) -> 
 
 def test_nothing_is_lost_on_the_way(running: tuple[GuestVm, BlockingKernelClient]) -> None:
     _, client = running
-    text = run(client, "for i in range(10_000): print(i, flush=True)", timeout=120)
-    assert text == "".join(f"{i}\n" for i in range(10_000))
+    text = run(client, "for i in range(3000): print(i, flush=True)", timeout=120)
+    assert text == "".join(f"{i}\n" for i in range(3000))
     assert len(run(client, "print('x' * 50_000_000)", timeout=120)) == 50_000_001
 
 
