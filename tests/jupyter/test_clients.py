@@ -29,7 +29,8 @@ def notebook(tmp_path: Path) -> Path:
         nbformat.v4.new_code_cell("import pandas as pd; pd.DataFrame({'a': [1, 2]})"),
     ]
     path = tmp_path / "in.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    python = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": python}), path)
     return path
 
 

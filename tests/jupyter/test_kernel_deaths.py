@@ -82,6 +82,9 @@ async def test_autorestart(stack: Stack) -> None:
         await client.wait_for_ready(timeout=READY)
         client.execute("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         await asyncio.wait_for(restarted.wait(), READY)
+        async with asyncio.timeout(READY):  # the callback comes before the new kernel
+            while not await manager.is_alive():
+                await asyncio.sleep(0.1)
         await client.wait_for_ready(timeout=READY)
         reply = await client.execute_interactive("1", timeout=READY)
         assert reply["content"]["status"] == "ok"

@@ -118,7 +118,7 @@ def test_a_debugger_stops_at_a_breakpoint(client: BlockingKernelClient) -> None:
     printed = wait_for(client, lambda m: m["msg_type"] == "stream")
     assert printed["content"]["text"].strip() == "42"
     assert client.get_shell_msg(timeout=PATIENCE)["content"]["status"] == "ok"
-    ask("disconnect", restart=False, terminateDebuggee=True)
+    ask("disconnect", restart=False, terminateDebuggee=False)
 
 
 def is_event(message: dict[str, Any], name: str) -> bool:
@@ -154,13 +154,15 @@ def test_a_second_client_sees_the_same_kernel(
     manager: KernelManager, client: BlockingKernelClient
 ) -> None:
     run(client, "shared = 7")
-    other = manager.client()
+    other = BlockingKernelClient()  # manager.client() would have the same ZMQ identity
+    other.load_connection_file(manager.connection_file)
     other.start_channels()
     try:
         other.wait_for_ready(timeout=PATIENCE)
         assert run(other, "print(shared)") == "7"
     finally:
         other.stop_channels()
+    assert run(client, "print(shared)") == "7"
 
 
 @pytest.mark.parametrize("now", [False, True])
