@@ -18,6 +18,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from cantelop_kernels import jail, link, vsock, wire
@@ -27,6 +28,7 @@ from cantelop_kernels.tail import Tail, printable
 MAX_RELAYS = 256
 CHUNK = 256 * 1024
 _MAX_TEXT = 300
+_LAST_BYTES = 1.5
 _MAX_INT = 1 << 62
 
 
@@ -114,6 +116,7 @@ class Channels:
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._relays: set[Relay] = set()
+        self._finished: Callable[[], None] | None = None
         self._dials: set[asyncio.Task[None]] = set()
 
     def give(self, listeners: list[socket.socket]) -> None:
@@ -126,16 +129,39 @@ class Channels:
             listener.setblocking(False)
             self._loop.add_reader(listener.fileno(), self._accept, listener, port)
 
+    def finish(self, seconds: float, finished: Callable[[], None]) -> None:
+        """The kernel has ended: let clients read its last bytes, but no longer than `seconds`.
+
+        `finished` is called once, when no connection is left.
+        """
+        self._stop_accepting()
+        self._finished = finished
+        self._loop.call_later(seconds, self.close)
+        self._look_if_finished()
+
     def close(self) -> None:
         """End every connection at once, so that no client waits on a kernel that is gone."""
+        self._stop_accepting()
+        for relay in list(self._relays):
+            relay.close()
+        self._look_if_finished()
+
+    def _stop_accepting(self) -> None:
         for listener in self._listeners:
             self._loop.remove_reader(listener.fileno())
             listener.close()
         self._listeners = []
         for dial in self._dials:
             dial.cancel()
-        for relay in list(self._relays):
-            relay.close()
+
+    def _relay_closed(self, relay: Relay) -> None:
+        self._relays.discard(relay)
+        self._look_if_finished()
+
+    def _look_if_finished(self) -> None:
+        if self._finished is not None and not self._relays:
+            finished, self._finished = self._finished, None
+            finished()
 
     def _accept(self, listener: socket.socket, port: int) -> None:
         try:
@@ -167,7 +193,7 @@ class Channels:
                 guest,
                 to_left=CHUNK,
                 to_right=CHUNK,
-                on_close=self._relays.discard,
+                on_close=self._relay_closed,
             )
         )
 
@@ -261,11 +287,13 @@ class Attendant:
         elif kind in self._said:
             raise wire.WireError(f"{kind!r} for the second time")
         self._said.add(kind)
+        modest = {key: _modest(value) for key, value in message.items()}
+        if kind == "exited":
+            self._channels.finish(_LAST_BYTES, lambda: self._tell(modest))
+            return
         if kind == "ready":
             self._channels.open()
-        elif kind == "exited":
-            self._channels.close()
-        self._tell({key: _modest(value) for key, value in message.items()})
+        self._tell(modest)
 
     def _lose_guest(self, reason: str) -> None:
         assert self._guest is not None

@@ -23,8 +23,12 @@ DEFAULT_CONFIG = Path("/etc/cantelop/cantelop.toml")
 DEFAULT_SOCKET = Path("/run/cantelop/cantelop.sock")
 DEFAULT_STATE = Path("/var/lib/cantelop")
 
-DEFAULT_ENV = ("LANG", "LC_ALL", "TZ", "COLUMNS", "LINES", "NO_COLOR", "CLICOLOR", "MPLBACKEND")
-"""Environment variables that may pass into a guest unless an App says otherwise: none is secret."""
+DEFAULT_ENV = ("TZ", "COLUMNS", "LINES", "NO_COLOR", "CLICOLOR", "MPLBACKEND")
+"""Environment variables that may pass into a guest unless an App says otherwise: none is secret.
+
+Not LANG or LC_*: the image has one locale, and a variable that an interpreter reads when it starts
+costs the guest the one it has already started.
+"""
 
 
 def socket_path() -> Path:

@@ -22,6 +22,7 @@ from cantelop_kernels.endpoints import EndpointFolders
 from cantelop_kernels.errors import ConfigError, PermissionRefused
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.sessions import Sessions
+from cantelop_kernels.trust import changeable_by_others
 from cantelop_kernels.vmm import Vmm
 from cantelop_kernels.vmm.qemu import Qemu, find_binary
 
@@ -40,9 +41,24 @@ class Options:
 
 
 async def default_vmm(state: Path) -> Vmm:
-    """QEMU, on KVM where the CPU has it. Fetches the vsock helper where it is not there yet."""
+    """QEMU, on KVM where the CPU has it. Fetches the vsock helper where it is not there yet.
+
+    Raises ConfigError where others than root could change what is to be run (THREATS.md 12).
+    """
     helper = await tools.ensure_vhost_device_vsock(state)
-    return Qemu(find_binary(), helper, not host.hardware_kvm(), host.tsc_khz())
+    vmm = Qemu(find_binary(), helper, not host.hardware_kvm(), host.tsc_khz())
+    for program in (vmm.binary, vmm.vhost_vsock):
+        _check_trusted(program)
+    return vmm
+
+
+def _check_trusted(path: Path) -> None:
+    found = changeable_by_others(path)
+    if found is not None:
+        raise ConfigError(
+            f"{found} can be changed by others than root, and {path.name} would run from there",
+            hint=f"chown root {found}; chmod go-w {found}",
+        )
 
 
 async def serve(
@@ -116,11 +132,12 @@ def prepare_folders(options: Options) -> None:
                 f"{folder} is closed to other users, and a sandbox's VMM runs as one",
                 hint=f"chmod o+x {folder}, or set CANTELOP_STATE to another place",
             )
-        if mode & 0o022 and not mode & 0o1000:
-            raise ConfigError(
-                f"{folder} can be changed by others than root",
-                hint=f"chmod go-w {folder}, or set CANTELOP_STATE to another place",
-            )
+    found = changeable_by_others(jail.sandboxes(options.state))
+    if found is not None:
+        raise ConfigError(
+            f"{found} can be changed by others than root",
+            hint=f"chmod go-w {found}, or set CANTELOP_STATE to another place",
+        )
 
 
 def _above(folder: Path) -> list[Path]:

@@ -62,11 +62,6 @@ class Relay:
             sock.close()
         self._on_close(self)
 
-    def _ended(self) -> None:
-        for pump in self._pumps:
-            pump.flush()
-        self.close()
-
 
 class _Pump:
     """One direction. Holds at most one chunk; reads no further until it has been sent whole."""
@@ -82,11 +77,6 @@ class _Pump:
     def resume(self) -> None:
         self._loop.add_reader(self._source.fileno(), self._readable)
 
-    def flush(self) -> None:
-        """One last try to send what is held, when the other side has ended."""
-        if self._rest:
-            self._send(self._rest)
-
     def _readable(self) -> None:
         try:
             data = self._source.recv(self._chunk)
@@ -94,8 +84,8 @@ class _Pump:
             return
         except OSError:
             data = b""
-        if not data:
-            self._relay._ended()
+        if not data:  # all that came before has been sent: a pump reads only when it holds nothing
+            self._relay.close()
             return
         rest = self._send(memoryview(data))
         if rest is None:

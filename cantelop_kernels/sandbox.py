@@ -73,19 +73,29 @@ class Sandbox:
 
     async def ended(self) -> dict[str, Any]:
         """How the kernel ended (`wire` "exited"). Raises SandboxGone when the sandbox died."""
-        gone = asyncio.ensure_future(self._machine.wait())
-        exited = asyncio.ensure_future(asyncio.shield(self.link.exited))
+        machine = asyncio.ensure_future(self._machine.wait())
+        attendant = asyncio.ensure_future(self._attendant.wait())
+        exited: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(
+            asyncio.shield(self.link.exited)
+        )
+        tasks: list[asyncio.Future[Any]] = [machine, attendant, exited]
         try:
-            await asyncio.wait([gone, exited], return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done() or exited.exception() is not None:
-                # the guest's line breaks a moment before the machine's end is seen
-                await asyncio.wait([gone], timeout=_CAUSE_DEADLINE)
-            if gone.done() and (not exited.done() or exited.exception() is not None):
-                raise SandboxGone(f"the virtual machine ended unexpectedly ({_how(gone.result())})")
-            result: dict[str, Any] = exited.result()
-            return result
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done() and exited.exception() is None:
+                return exited.result()
+            # the guest's line breaks a moment before the cause is seen
+            await asyncio.wait(
+                [machine, attendant], timeout=_CAUSE_DEADLINE, return_when=asyncio.FIRST_COMPLETED
+            )
+            if attendant.done():
+                raise SandboxGone(f"the attendant ended unexpectedly ({_how(attendant.result())})")
+            if machine.done():
+                raise SandboxGone(
+                    f"the virtual machine ended unexpectedly ({_how(machine.result())})"
+                )
+            return exited.result()
         finally:
-            await _cancel(gone, exited)
+            await _cancel(*tasks)
 
     async def logs(self) -> Logs:
         """Empty where the attendant cannot tell (any more)."""

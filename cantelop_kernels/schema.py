@@ -93,7 +93,10 @@ class SessionRequest(Schema):
 
     def check(self) -> None:
         if not _NAME.fullmatch(self.app) or (self.image and not _NAME.fullmatch(self.image)):
-            raise BadRequest("the name of an App or image has letters, digits and . _ : - only")
+            raise BadRequest(
+                "the name of an App or image has letters, digits and . _ : - only",
+                hint="the operator's configuration names the Apps, `cantelop image ls` the images",
+            )
         bad = sorted(name for name in self.env if not _ENV_NAME.fullmatch(name))
         if bad:
             raise BadRequest(f"not a name for an environment variable: {bad[0]!r}")

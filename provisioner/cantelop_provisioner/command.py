@@ -23,7 +23,7 @@ WORKSPACE = PurePosixPath("/workspace")
 IMAGE_KERNEL = [GUEST_PYTHON, "-m", "ipykernel_launcher", "-f", CONNECTION_FILE]
 """Stands for the image's own kernel, which the guest has loaded before it is asked for."""
 
-DEFAULT_ENV = ("LANG", "LC_ALL", "TZ", "COLUMNS", "LINES", "NO_COLOR", "CLICOLOR", "MPLBACKEND")
+DEFAULT_ENV = ("TZ", "COLUMNS", "LINES", "NO_COLOR", "CLICOLOR", "MPLBACKEND")
 """Names sent without being asked for; an App allows the same ones unless it says otherwise."""
 
 SESSION_NAME = "JPY_SESSION_NAME"

@@ -259,7 +259,7 @@ async def test_autorestart(write_spec: WriteSpec, fake_daemon: FakeDaemon) -> No
     manager = await autorestarting()
     ip = manager.ip
     die(fake_daemon)
-    await until(lambda: len(fake_daemon.sessions) == 2 and manager.has_kernel)
+    await until(lambda: len(fake_daemon.sessions) == 2 and manager.ready.done())
     assert await manager.is_alive()
     assert manager.ip == ip
     await manager.shutdown_kernel(now=True)

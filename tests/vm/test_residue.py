@@ -1,0 +1,154 @@
+"""Many runs, some killed at a random moment: afterwards the machine is as it was before.
+
+`CANTELOP_RESIDUE_RUNS` sets the number (a quarter of them is killed); the default is small, since
+every run boots a microVM under emulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
+
+REPO = Path(__file__).parents[2]
+UID_BASE = 760_000
+UIDS = range(UID_BASE, UID_BASE + 4096)
+RUNS = int(os.environ.get("CANTELOP_RESIDUE_RUNS", "8"))
+COMMAND = [sys.executable, "-m", "cantelop_kernels"]
+
+
+def ours() -> list[str]:
+    """Processes of sandboxes, whoever started them."""
+    found = []
+    for process in psutil.process_iter(["uids", "name"]):
+        if process.info["uids"] and process.info["uids"].real in UIDS:
+            found.append(process.info["name"])
+    return found
+
+
+def machine(state: Path) -> dict[str, object]:
+    """All of the host that a sandbox could leave something in."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {
+        "processes": sorted(ours()),
+        "namespaces": subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True, check=False
+        ).stdout,
+        "mounts": sorted(line.split(" ", 3)[3] for line in mounts),
+        "cgroups": sorted(str(p) for p in Path("/sys/fs/cgroup").glob("**/*cantelop*")),
+        "sandboxes": sorted(p.name for p in (state / "sandboxes").glob(f"cantelop-{UID_BASE}-*")),
+        "loop devices": sorted(p.name for p in Path("/sys/block").glob("loop*/loop/backing_file")),
+    }
+
+
+async def one_run(env: dict[str, str], kill_after: float | None) -> int:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        "exec",
+        "print('ran')",
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(kill_after or 120):
+            out, err = await process.communicate()
+        assert out == b"ran\n" and process.returncode == 0, err.decode()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    return process.returncode or 0
+
+
+async def all_runs(env: dict[str, str], seed: int) -> list[int]:
+    """Two at a time, so that one sandbox is always there while another comes or goes."""
+    chance = random.Random(seed)
+    kills = [chance.uniform(0.2, 12.0) if n % 4 == 0 else None for n in range(RUNS)]
+    two = asyncio.Semaphore(2)
+
+    async def limited(kill_after: float | None) -> int:
+        async with two:
+            return await one_run(env, kill_after)
+
+    return await asyncio.gather(*(limited(kill) for kill in kills))
+
+
+def wait_for_none(seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while ours() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
+    state = Path(os.environ.get("CANTELOP_TEST_STATE") or REPO / ".cache" / "state")
+    (tmp_path / "c.toml").write_text(f"uid_base = {UID_BASE}\n")
+    env = os.environ | {
+        "CANTELOP_STATE": str(state),
+        "CANTELOP_CONFIG": str(tmp_path / "c.toml"),
+        "CANTELOP_SOCKET": str(tmp_path / "run" / "d.sock"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    (tmp_path / "run").mkdir()
+    before = machine(state)
+    daemon = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
+    try:
+        seed = int(time.time())
+        print(f"seed {seed}")
+        ended = asyncio.run(all_runs(env, seed))
+        wait_for_none()
+        assert ours() == []
+        assert list((tmp_path / "run" / "d.ipc").iterdir()) == []
+        files = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        assert files < 20, f"the daemon holds {files} files with no session"
+        print(f"{len(ended)} runs, {sum(code == -9 for code in ended)} killed")
+    finally:
+        daemon.terminate()
+        assert daemon.wait(30) == 0
+    assert machine(state) == before
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["d.lock"]
+
+
+def test_a_killed_daemon_takes_its_sandboxes_along(tmp_path: Path) -> None:
+    """Until another daemon can adopt them; what it leaves on disk goes with the next start."""
+    state = Path(os.environ.get("CANTELOP_TEST_STATE") or REPO / ".cache" / "state")
+    (tmp_path / "c.toml").write_text(f"uid_base = {UID_BASE}\n")
+    env = os.environ | {
+        "CANTELOP_STATE": str(state),
+        "CANTELOP_CONFIG": str(tmp_path / "c.toml"),
+        "CANTELOP_SOCKET": str(tmp_path / "d.sock"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    before = machine(state)
+    daemon = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
+    client = subprocess.Popen(
+        [*COMMAND, "exec", "import time; print('up', flush=True); time.sleep(300)"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdout is not None and client.stdout.readline() == "up\n"
+    daemon.kill()
+    daemon.wait()
+    wait_for_none()
+    assert ours() == []
+    client.terminate()
+    client.communicate(timeout=60)
+    again = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
+    deadline = time.monotonic() + 20
+    while (
+        list((state / "sandboxes").glob(f"cantelop-{UID_BASE}-*")) and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    again.terminate()
+    assert again.wait(30) == 0
+    assert machine(state) == before
