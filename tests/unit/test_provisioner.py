@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from ipykernel.kernelspec import write_kernel_spec
 from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.multikernelmanager import AsyncMultiKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
 from cantelop_kernels import errors
 from cantelop_provisioner import CantelopProvisioner
@@ -260,6 +262,18 @@ async def test_a_command_of_its_own(
     argv = fake_daemon.requests[0].argv
     assert argv is not None
     assert argv[-1] == "/run/cantelop/kernel/connection.json"
+
+
+async def test_a_plain_kernelspec_by_default_provisioner(
+    start: Start, fake_daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JUPYTER_DEFAULT_PROVISIONER_NAME=cantelop: how outside suites are pointed at us."""
+    write_kernel_spec(tmp_path / "jupyter" / "kernels" / "plain")
+    monkeypatch.setattr(KernelProvisionerFactory.instance(), "default_provisioner_name", "cantelop")
+    _, client = await start("plain", extra_arguments=["--HistoryManager.hist_file=:memory:"])
+    assert await run(client, "print(1)") == "1"
+    assert fake_daemon.requests[0].argv is None
+    assert fake_daemon.requests[0].extra == ["--HistoryManager.hist_file=:memory:"]
 
 
 async def test_settings_reach_the_daemon(

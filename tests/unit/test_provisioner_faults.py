@@ -32,7 +32,7 @@ OOM = Exit("killed by signal 9", signal=9, oom=True, memory_limit=512 << 20, mem
 
 async def until(condition: Callable[[], bool], seconds: float = 15) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the other side has no event for us
+        while not condition():
             await asyncio.sleep(0.02)
 
 
