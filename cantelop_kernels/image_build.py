@@ -31,7 +31,7 @@ from .image_recipe import Recipe, load
 from .image_root import RootBuilder
 from .process import CommandFailed
 
-KERNEL_VERSION, ROOT_VERSION = 2, 2
+KERNEL_VERSION, ROOT_VERSION = 2, 5
 """Raised when the builder makes something else of the same recipe: that cache starts anew."""
 
 HOST_TOOLS = {

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {"local": "python3", "microVM": "cantelop-python3"}
 ROUND_TRIPS = 100
 IOPUB_MB = 20
+_IMPORT = "import time; "
 
 Figures = dict[str, float]
 
@@ -86,6 +87,17 @@ async def flood(client: AsyncKernelClient) -> float:
     return took
 
 
+async def interrupt(manager: AsyncKernelManager, client: AsyncKernelClient, code: str) -> float:
+    """From the interrupt of a running cell to its reply."""
+    client.execute(f"print('go', flush=True)\n{code}")
+    while (await client.get_iopub_msg(timeout=60))["msg_type"] != "stream":
+        pass
+    begun = time.perf_counter()
+    await manager.interrupt_kernel()
+    await client.get_shell_msg(timeout=60)
+    return time.perf_counter() - begun
+
+
 async def restart(manager: AsyncKernelManager, client: AsyncKernelClient) -> float:
     begun = time.perf_counter()
     await manager.restart_kernel(now=True)
@@ -103,6 +115,10 @@ async def measure(name: str, starts: int) -> Figures:
     async with kernel(name) as (manager, client):
         figures["execute('1') round trip (ms)"] = 1000 * await round_trip(client)
         figures[f"{IOPUB_MB} MB of iopub (s)"] = await flood(client)
+        for code in (f"{_IMPORT}time.sleep(100)", "while True: pass"):
+            figures[f"interrupt of `{code.removeprefix(_IMPORT)}` (s)"] = await interrupt(
+                manager, client, code
+            )
         figures["restart to first execute_reply (s)"] = await restart(manager, client)
         begun = time.perf_counter()
         client.stop_channels()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -77,20 +76,12 @@ def test_completion_inspection_and_history(client: BlockingKernelClient) -> None
 
 @pytest.mark.parametrize("code", ["import time; time.sleep(100)", "while True: pass"])
 def test_interrupt(manager: KernelManager, client: BlockingKernelClient, code: str) -> None:
-    """Within a second: the best of three, since the machine may be busy with other things."""
-    assert min(seconds_to_interrupt(manager, client, code) for _ in range(3)) < 1
-
-
-def seconds_to_interrupt(manager: KernelManager, client: BlockingKernelClient, code: str) -> float:
     request = client.execute(f"print('go', flush=True)\n{code}")
     wait_for(client, lambda m: m["msg_type"] == "stream")
-    began = time.monotonic()
     manager.interrupt_kernel()
     reply = client.get_shell_msg(timeout=PATIENCE)
-    took = time.monotonic() - began
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    return took
 
 
 def test_a_debugger_stops_at_a_breakpoint(client: BlockingKernelClient) -> None:

@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[2] / "share" / "jupyter" / "kernels" / "cantelop
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.delenv("JUPYTER_PATH", raising=False)
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # the environment has our kernelspec too
     return tmp_path / "data"
 
 
