@@ -36,6 +36,7 @@ class Session:
         self.endpoints = endpoints
         self.ended = asyncio.Event()
         self.exit: Exit | None = None
+        self.notices = [EMULATED] if vmm.emulated else []
         self._request = request
         self._plan = plan
         self._vmm = vmm
@@ -70,7 +71,7 @@ class Session:
             endpoints=self.endpoints,
             vmm=self._vmm.name,
             emulated=self._vmm.emulated,
-            notices=[EMULATED] if self._vmm.emulated else [],
+            notices=self.notices,
             exit=self.exit,
         )
 

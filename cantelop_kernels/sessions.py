@@ -14,7 +14,7 @@ import os
 import pwd
 import time
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +229,13 @@ class Sessions:
         if reservation.session is not None:
             reservation.session.stop("another session took its endpoints")
             await reservation.session.ended.wait()
-        app = self._config.app(request.app)
-        request = _with_allowed_env(request, app)
+        request, refused = _with_allowed_env(request, self._config.app(request.app))
         listeners = self._folders.listen(reservation.endpoints, reservation.uid, reservation.gid)
         session = Session(request, reservation.uid, plan, self._vmm, reservation.endpoints)
+        session.notices += [
+            f"not passed into the guest, since the App {request.app!r} does not name it: {name}"
+            for name in refused
+        ]
         reservation.session = session
         self._remember(session)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -277,12 +280,15 @@ def _within(name: str, asked: int | None, default: int, least: int, most: int) -
     return value
 
 
-def _with_allowed_env(request: SessionRequest, app: App) -> SessionRequest:
-    """Only what the App names passes into the guest, and the kernel's session name."""
+def _with_allowed_env(request: SessionRequest, app: App) -> tuple[SessionRequest, list[str]]:
+    """Only what the App names passes into the guest, and the kernel's session name.
+
+    Also returns the names that do not pass.
+    """
     allowed = {*app.env, "JPY_SESSION_NAME"}
-    body = request.to_json()
-    body["env"] = {k: v for k, v in request.env.items() if k in allowed or "*" in app.env}
-    return SessionRequest.from_json(body)
+    refused = sorted(request.env.keys() - allowed) if "*" not in app.env else []
+    env = {name: value for name, value in request.env.items() if name not in refused}
+    return replace(request, env=env), refused
 
 
 def _listed(peer: Peer, users: Iterable[str]) -> bool:

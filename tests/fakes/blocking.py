@@ -53,7 +53,7 @@ def wait_for(
     while True:
         message = client.get_iopub_msg(timeout=seconds)
         if wanted(message):
-            return message  # type: ignore[no-any-return]
+            return message
 
 
 def on_control(client: BlockingKernelClient, kind: str, content: dict[str, Any]) -> Any:

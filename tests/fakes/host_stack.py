@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from cantelop_kernels import client, image, schema
+from cantelop_kernels import client, schema
+from cantelop_kernels.image import ImageStore
+from cantelop_kernels.image_model import PARTS, SCHEMA, sha256
 from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import uid_range
 
@@ -64,22 +66,21 @@ def publish_fake_image(state: Path, name: str = "python3") -> None:
     parts = state / "parts"
     parts.mkdir()
     files = {}
-    for part in image.PARTS:
+    for part in PARTS:
         (parts / part).write_bytes(part.encode())
-        files[part] = {"size": len(part), "sha256": image.sha256(parts / part)}
-    store = image.ImageStore(state)
+        files[part] = {"size": len(part), "sha256": sha256(parts / part)}
+    store = ImageStore(state)
     store.prepare()
-    store.publish(name, parts, {"schema": image.SCHEMA, "files": files})
+    store.publish(name, parts, {"schema": SCHEMA, "files": files})
 
 
 @asynccontextmanager
 async def connected(view: schema.SessionView) -> AsyncIterator[AsyncKernelClient]:
     """A real, unmodified Jupyter client on a session's endpoints."""
     kernel = AsyncKernelClient()
-    ports = {f"{name}_port": number for number, name in enumerate(_PORTS, 1)}
-    kernel.load_connection_info(
-        {"transport": "ipc", "ip": view.endpoints.ip, "key": KEY.encode(), **ports}
-    )
+    info: Any = {f"{name}_port": number for number, name in enumerate(_PORTS, 1)}
+    info |= {"transport": "ipc", "ip": view.endpoints.ip, "key": KEY.encode()}
+    kernel.load_connection_info(info)
     kernel.start_channels()
     try:
         await kernel.wait_for_ready(timeout=30)

@@ -160,6 +160,7 @@ async def test_two_sessions_do_not_share_anything(stack: Stack) -> None:
 async def test_env_passes_by_name_only(running: Running) -> None:
     async with running(apps={"default": {"env": ["LANG"]}}) as stack:
         view = await stack.create(env={"LANG": "C.UTF-8", "SECRET_TOKEN": "x"})
+        assert len(view.notices) == 1 and "SECRET_TOKEN" in view.notices[0]
         async with connected(view) as kernel:
             code = "import os; print(os.environ.get('SECRET_TOKEN'), os.environ['LANG'])"
             assert await output(kernel, code) == "None C.UTF-8\n"

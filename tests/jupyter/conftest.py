@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +41,7 @@ env = ["LANG", "TZ", "MPLBACKEND", "FROM_SPEC"]
 memory_mib = 320
 """
 
-SPECS = {
+SPECS: dict[str, dict[str, Any]] = {
     "cantelop-small": {"config": {"app": "small"}},
     "cantelop-own": {
         "config": {"app": "default"},

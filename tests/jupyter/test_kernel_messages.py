@@ -90,7 +90,7 @@ def test_a_debugger_stops_at_a_breakpoint(client: BlockingKernelClient) -> None:
         content = {"type": "request", "seq": ask.seq, "command": command, "arguments": arguments}  # type: ignore[attr-defined]
         answer = on_control(client, "debug_request", content)
         assert answer["success"], answer
-        return answer.get("body") or {}  # type: ignore[no-any-return]
+        return answer.get("body") or {}
 
     ask.seq = 0  # type: ignore[attr-defined]
     names = {"clientID": "t", "clientName": "t", "adapterID": "", "pathFormat": "path"}
@@ -113,7 +113,7 @@ def test_a_debugger_stops_at_a_breakpoint(client: BlockingKernelClient) -> None:
 
 
 def is_event(message: dict[str, Any], name: str) -> bool:
-    return message["msg_type"] == "debug_event" and message["content"]["event"] == name
+    return bool(message["msg_type"] == "debug_event" and message["content"]["event"] == name)
 
 
 def test_subshells(client: BlockingKernelClient) -> None:

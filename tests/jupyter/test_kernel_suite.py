@@ -62,11 +62,11 @@ def _kernelspecs(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield
 
 
-class TestLocal(Suite, jkt.KernelTests):
+class TestLocal(Suite, jkt.KernelTests):  # type: ignore[misc]
     """What the suite says here of a plain ipykernel: the measure for the other one."""
 
     kernel_name = "local-python3"
 
 
-class TestMicroVM(Suite, jkt.KernelTests):
+class TestMicroVM(Suite, jkt.KernelTests):  # type: ignore[misc]
     kernel_name = "cantelop-python3"

@@ -146,7 +146,7 @@ async def test_a_launch_that_fails_saves_nothing(tmp_path: Path) -> None:
         async def start_kernel(**kwargs: Any) -> None:
             raise CantelopError("no")
 
-        km.start_kernel = start_kernel  # type: ignore[method-assign]
+        km.start_kernel = start_kernel
         return km
 
     source = save(tmp_path / "n.ipynb", "1")

@@ -19,7 +19,8 @@ def test_no_two_slots_share_a_uid(indexes: set[int], base: int) -> None:
 
 @given(st.lists(st.booleans()))
 def test_a_slot_is_never_given_twice(takes: list[bool]) -> None:
-    table, held = SlotTable(5000, 3), []
+    table = SlotTable(5000, 3)
+    held: list[Slot] = []
     for take in takes:
         if take:
             slot = table.acquire()
