@@ -88,18 +88,34 @@ def wait_for_none(seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
-    state = Path(os.environ.get("CANTELOP_TEST_STATE") or REPO / ".cache" / "state")
-    (tmp_path / "c.toml").write_text(f"uid_base = {UID_BASE}\n")
-    env = os.environ | {
-        "CANTELOP_STATE": str(state),
-        "CANTELOP_CONFIG": str(tmp_path / "c.toml"),
-        "CANTELOP_SOCKET": str(tmp_path / "run" / "d.sock"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+def environment(folder: Path) -> dict[str, str]:
+    """Of a daemon and its clients, all below `folder` but for the image."""
+    (folder / "c.toml").write_text(f"uid_base = {UID_BASE}\n")
+    (folder / "run").mkdir()
+    return os.environ | {
+        "CANTELOP_STATE": os.environ.get("CANTELOP_TEST_STATE") or str(REPO / ".cache" / "state"),
+        "CANTELOP_CONFIG": str(folder / "c.toml"),
+        "CANTELOP_SOCKET": str(folder / "run" / "d.sock"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
     }
-    (tmp_path / "run").mkdir()
+
+
+def serve(env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A daemon that already answers."""
+    read, write = os.pipe()
+    argv = [*COMMAND, "serve", "--allow-emulation", "--ready-fd", str(write)]
+    daemon = subprocess.Popen(argv, env=env, pass_fds=[write])
+    os.close(write)
+    with os.fdopen(read) as ready:
+        assert ready.read() == "ready\n"
+    return daemon
+
+
+def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    state = Path(env["CANTELOP_STATE"])
     before = machine(state)
-    daemon = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
+    daemon = serve(env)
     try:
         seed = int(time.time())
         print(f"seed {seed}")
@@ -119,16 +135,10 @@ def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_daemon_takes_its_sandboxes_along(tmp_path: Path) -> None:
     """Until another daemon can adopt them; what it leaves on disk goes with the next start."""
-    state = Path(os.environ.get("CANTELOP_TEST_STATE") or REPO / ".cache" / "state")
-    (tmp_path / "c.toml").write_text(f"uid_base = {UID_BASE}\n")
-    env = os.environ | {
-        "CANTELOP_STATE": str(state),
-        "CANTELOP_CONFIG": str(tmp_path / "c.toml"),
-        "CANTELOP_SOCKET": str(tmp_path / "d.sock"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
-    }
+    env = environment(tmp_path)
+    state = Path(env["CANTELOP_STATE"])
     before = machine(state)
-    daemon = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
+    daemon = serve(env)
     client = subprocess.Popen(
         [*COMMAND, "exec", "import time; print('up', flush=True); time.sleep(300)"],
         env=env,
@@ -143,12 +153,7 @@ def test_a_killed_daemon_takes_its_sandboxes_along(tmp_path: Path) -> None:
     assert ours() == []
     client.terminate()
     client.communicate(timeout=60)
-    again = subprocess.Popen([*COMMAND, "serve", "--allow-emulation"], env=env)
-    deadline = time.monotonic() + 20
-    while (
-        list((state / "sandboxes").glob(f"cantelop-{UID_BASE}-*")) and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
+    again = serve(env)
     again.terminate()
     assert again.wait(30) == 0
     assert machine(state) == before
