@@ -29,6 +29,7 @@ MAX_RELAYS = 256
 CHUNK = 256 * 1024
 _MAX_TEXT = 300
 _LAST_BYTES = 1.5
+_DIAL_DEADLINE = 10.0
 _MAX_INT = 1 << 62
 
 
@@ -177,15 +178,17 @@ class Channels:
         dial.add_done_callback(self._dials.discard)
 
     async def _join(self, client: socket.socket, port: int) -> None:
+        """A guest that does not answer costs its client the connection, after a while."""
         try:
-            guest, early = await vsock.dial(vsock.SOCKET, port)
-        except OSError:
+            async with asyncio.timeout(_DIAL_DEADLINE):
+                guest, early = await vsock.dial(vsock.SOCKET, port)
+            client.sendall(early)  # at most a few KiB, into an empty buffer
+        except (OSError, TimeoutError):
             client.close()
             return
         except asyncio.CancelledError:
             client.close()
             raise
-        await self._loop.sock_sendall(client, early)
         self._relays.add(
             Relay(
                 self._loop,

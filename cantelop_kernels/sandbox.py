@@ -108,6 +108,12 @@ class Sandbox:
     async def hello(self, deadline: float) -> None:
         """Wait for the guest's agent. Raises LaunchError when the machine ends first."""
         await self._first(self.link.hello, None, deadline)
+        version = self.link.hello.result()["version"]
+        if version != wire.VERSION:
+            raise LaunchError(
+                f"the image's agent speaks version {version}, this daemon {wire.VERSION}",
+                hint="build the image again: cantelop image build",
+            )
 
     async def _first(
         self,

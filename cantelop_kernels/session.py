@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from cantelop_kernels.errors import CantelopError, LaunchError, SandboxGone
@@ -83,7 +83,8 @@ class Session:
     async def signal(self, signum: int) -> None:
         """To the kernel's process group; nothing happens once the kernel has ended."""
         if self._sandbox is not None and self._state == "running":
-            await self._sandbox.link.request("signal", signum=signum)
+            with suppress(SandboxGone):
+                await self._sandbox.link.request("signal", signum=signum)
 
     async def logs(self) -> Logs:
         """Of the running sandbox, or what was kept when it ended."""

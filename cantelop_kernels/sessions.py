@@ -56,6 +56,7 @@ class _Reservation:
     uid: int
     gid: int
     session: Session | None = None
+    released: bool = False
     watch: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -215,6 +216,7 @@ class Sessions:
         await self._release(reservation)
 
     async def _release(self, reservation: _Reservation) -> None:
+        reservation.released = True
         if reservation.watch is not None:
             reservation.watch.cancel()
         if reservation.session is not None:
@@ -229,6 +231,8 @@ class Sessions:
         if reservation.session is not None:
             reservation.session.stop("another session took its endpoints")
             await reservation.session.ended.wait()
+        if reservation.released:  # while this request waited for its turn
+            raise NotFound("the endpoints were released", hint="start the kernel anew")
         request, refused = _with_allowed_env(request, self._config.app(request.app))
         listeners = self._folders.listen(reservation.endpoints, reservation.uid, reservation.gid)
         session = Session(request, reservation.uid, plan, self._vmm, reservation.endpoints)

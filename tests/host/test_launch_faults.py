@@ -103,6 +103,14 @@ async def test_a_guest_that_breaks_the_rules(running: Running, says: str, named:
         assert named in error.message
 
 
+async def test_an_agent_of_another_version(running: Running) -> None:
+    says = "say(HELLO | dict(version=2)); time.sleep(60)"
+    async with running(BadVmm(DIAL + says)) as stack:
+        error = await failing(stack)
+        assert "speaks version 2" in error.message
+        assert "image build" in error.hint
+
+
 async def test_a_guest_that_says_it_is_ready_and_is_not(running: Running) -> None:
     """Clients are refused, not left hanging; the session can be ended."""
     says = "say(HELLO); d = s.recv(9999); i = json.loads(d[4:])['id']\n"

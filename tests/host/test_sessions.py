@@ -73,8 +73,8 @@ async def test_how_a_kernel_ended_is_told(
 async def test_a_signal_reaches_the_kernel(stack: Stack) -> None:
     view = await stack.create()
     async with connected(view) as kernel:
-        kernel.execute("import time; time.sleep(60)")
-        while (await kernel.get_iopub_msg(timeout=10))["msg_type"] != "execute_input":
+        kernel.execute("import time; print('go', flush=True); time.sleep(60)")
+        while (await kernel.get_iopub_msg(timeout=10))["msg_type"] != "stream":
             pass
         await stack.client.signal(view.id, signal.SIGINT)
         reply = await kernel.get_shell_msg(timeout=5)
@@ -210,6 +210,20 @@ async def test_twenty_cycles_leave_the_daemon_as_it_was(stack: Stack) -> None:
         await cycle()
     assert me.num_fds() <= before
     assert stack.folders() == [] and processes() == []
+
+
+async def test_endpoints_released_while_a_session_starts_on_them(stack: Stack) -> None:
+    view = await stack.create()
+    token = view.endpoints.token
+    for pause in (0.0, 0.01, 0.1, 0.3):
+        work = asyncio.ensure_future(stack.create(endpoints=token))
+        await asyncio.sleep(pause)
+        await stack.client.release(token)
+        with pytest.raises((NotFound, SandboxGone)):
+            await work
+        await eventually(lambda: stack.folders() == [] and processes() == [])
+        token = (await stack.create()).endpoints.token
+    assert stack.sessions.live == 1
 
 
 async def test_draining_ends_what_runs(running: Running) -> None:
