@@ -221,7 +221,8 @@ async def _answers(client: Client) -> bool:
 def _start_lock(path: Path) -> IO[str]:
     """An open, locked file: of several clients that find no daemon, one starts it."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    lock = path.with_suffix(".start").open("w")
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.fdopen(os.open(path.with_suffix(".start"), flags, 0o600), "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 

@@ -28,7 +28,7 @@ from cantelop_kernels.vmm.qemu import Qemu, find_binary
 
 log = logging.getLogger(__name__)
 
-_LOCKS = Path("/run/lock")
+_LOCKS = Path("/run/cantelop-locks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,12 @@ def _uid_lock(config: Config) -> Path:
 @contextmanager
 def _lock(path: Path, taken: str) -> Iterator[None]:
     """Held while the daemon lives; the kernel lets go of it when it dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot use the lock {path}: {error.strerror}") from error
+    with os.fdopen(fd, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

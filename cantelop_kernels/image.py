@@ -66,7 +66,12 @@ class ImageStore:
     def hold(self, image: Image) -> Iterator[None]:
         """Keep an image from being removed. Raises ImageError where it is gone already."""
         with self._open_manifest(image) as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # never wait: the daemon's loop would wait with us
+                raise ImageError(
+                    f"image {image.name!r} is locked by another process", hint="try again"
+                ) from None
             if os.fstat(stream.fileno()).st_nlink == 0:
                 raise ImageError(f"image {image.name!r} was removed", hint=rebuild_hint(image.name))
             yield

@@ -183,13 +183,13 @@ class Sessions:
         if request.endpoints is None:
             endpoints = self._folders.reserve()
             reservation = _Reservation(endpoints, peer.uid, peer.gid)
-            self._reservations[endpoints.token] = reservation
         else:
             found = self._reservations.get(request.endpoints)
             if found is None or found.uid != peer.uid:
                 raise NotFound("no such endpoints", hint="start the kernel anew, without a token")
             reservation = found
         self._watch(reservation, peer)
+        self._reservations[reservation.endpoints.token] = reservation
         return reservation
 
     def _watch(self, reservation: _Reservation, peer: Peer) -> None:

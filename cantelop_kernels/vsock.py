@@ -22,15 +22,18 @@ _REPLY_MAX = 32
 def listen(folder: Path, port: int, *, uid: int, gid: int) -> socket.socket:
     """A listening socket for what the guest dials on `port`, to be handed to the attendant.
 
-    The daemon makes it before any process of the sandbox runs, so nothing there is hostile yet.
+    The folder may be the VMM's to change: nothing here follows a name in it (THREATS.md 10).
     `uid`, `gid` own the file; the VMM's helper connects through the group.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         path = folder / f"{SOCKET}_{port}"
-        bind(listener, folder, path.name)
-        os.chown(path, uid, gid)
-        path.chmod(0o660)
+        before = os.umask(0o117)  # no chmod afterwards: it would follow a link put in its place
+        try:
+            bind(listener, folder, path.name)
+        finally:
+            os.umask(before)
+        os.chown(path, uid, gid, follow_symlinks=False)
         listener.listen(16)
     except BaseException:
         listener.close()

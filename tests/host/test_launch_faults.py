@@ -287,3 +287,32 @@ def _running_as(pid: int, uid: int) -> None:
     deadline = time.monotonic() + 5
     while Path(f"/proc/{pid}").stat().st_uid != uid and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+async def test_a_socket_swapped_for_a_link_gives_nothing_away(place: Path) -> None:
+    """THREATS 10: no file outside changes hands, whoever owns the folder."""
+    target = place / "secret"
+    target.touch(mode=0o600)
+    with pytest.MonkeyPatch.context() as patch:
+        bind = vsock.bind
+
+        def bind_and_swap(listener: socket.socket, folder: Path, name: str) -> None:
+            bind(listener, folder, name)
+            (folder / name).unlink()
+            (folder / name).symlink_to(target)
+
+        patch.setattr(vsock, "bind", bind_and_swap)
+        vsock.listen(place, 1024, uid=910_001, gid=910_000).close()
+    found = target.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, 0, 0o600)
+
+
+async def test_a_lock_that_is_a_link_is_refused(running: Running, place: Path) -> None:
+    target = place / "precious"
+    target.write_text("kept")
+    (place / "c.lock").symlink_to(target)
+    with pytest.raises(ConfigError, match="cannot use the lock"):
+        async with running():
+            pass
+    assert target.read_text() == "kept"
+    (place / "c.lock").unlink()
