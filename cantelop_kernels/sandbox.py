@@ -26,6 +26,7 @@ from cantelop_kernels.link import Link
 from cantelop_kernels.process import Process
 from cantelop_kernels.schema import Logs
 from cantelop_kernels.slot import Slot, SlotTable
+from cantelop_kernels.uids import kill_all
 from cantelop_kernels.vmm import Drive, Vmm, VmSpec
 
 _LOGS_DEADLINE = 1.0
@@ -225,6 +226,7 @@ async def _acquire(
         stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
         place = stack.enter_context(jail.make(plan.state, slot))
+        stack.push_async_callback(kill_all, slot.uids)  # what VMM and helpers may have forked
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
     with step("attendant"):

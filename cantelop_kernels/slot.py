@@ -35,6 +35,11 @@ class Slot:
         return self.vmm_uid + 1
 
     @property
+    def uids(self) -> range:
+        """Every uid of this slot."""
+        return range(self.vmm_uid, self.vmm_uid + STRIDE)
+
+    @property
     def gid(self) -> int:
         """The group through which the VMM's helper and the attendant share the vsock socket."""
         return self.vmm_uid

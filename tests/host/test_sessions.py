@@ -244,3 +244,15 @@ async def test_a_launch_that_is_ended_says_so(stack: Stack) -> None:
     await stack.client.end(view.id)
     with pytest.raises(SandboxGone, match="ended by its owner"):
         await work
+
+
+async def test_a_process_that_a_vmm_forked_ends_with_the_sandbox(stack: Stack) -> None:
+    view = await stack.create()
+    vmm_uid = min(p.uids().real for p in processes()) - 1
+    stray = await asyncio.create_subprocess_exec(
+        "setpriv", f"--reuid={vmm_uid}", "--clear-groups", "sleep", "60"
+    )
+    await eventually(lambda: len(processes()) == 2)
+    await stack.client.end(view.id)
+    assert await stray.wait() == -signal.SIGKILL
+    assert processes() == []

@@ -18,7 +18,7 @@ LAYERS = [
     ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail"],
     ["process", "host", "trust", "watch"],
     [
-        *("jail", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
+        *("jail", "uids", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
         *("image", "image_*", "scratch", "workspace", "ninep", "tools"),
     ],
     ["vmm", "vmm.*"],
