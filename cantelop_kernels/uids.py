@@ -50,7 +50,7 @@ async def _kill(pid: int, uids: Container[int]) -> None:
         return
     except TimeoutError:
         raise DeadlineExceeded(
-            f"process {pid} of an earlier daemon does not end", hint="look at it, then try again"
+            f"process {pid} of a sandbox does not end", hint="look at it, then try again"
         ) from None
     finally:
         os.close(fd)
