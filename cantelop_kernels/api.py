@@ -13,15 +13,17 @@ import logging
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tornado.httpserver import HTTPServer
+from tornado.iostream import IOStream
 from tornado.web import Application, HTTPError, RequestHandler
 
 from cantelop_kernels import __version__
 from cantelop_kernels.config import Config
-from cantelop_kernels.errors import BadRequest, CantelopError, NotFound
+from cantelop_kernels.errors import BadRequest, CantelopError, NotFound, PermissionRefused
 from cantelop_kernels.schema import Info, SessionRequest
 from cantelop_kernels.sessions import Peer, Sessions
 from cantelop_kernels.vmm import Vmm
@@ -31,6 +33,10 @@ MAX_HEADER = 16 * 1024
 MAX_WAIT = 300.0
 _IDLE_SECONDS = 30.0
 _BODY_SECONDS = 10.0
+_PAUSE = 1.0
+MAX_CONNECTIONS = 512
+"""Of one user at a time: each kernel that is waited for holds one."""
+MAX_CONNECTIONS_REFUSED = 8
 _UCRED = struct.Struct("3i")
 
 log = logging.getLogger(__name__)
@@ -210,15 +216,79 @@ def _log_request(handler: RequestHandler) -> None:
     log.debug("%s %s %d", request.method, request.path, handler.get_status())
 
 
-def server(app: Application, listener: socket.socket) -> HTTPServer:
+class Server(HTTPServer):
+    """HTTP on one listening Unix socket, with a bound on what one user may hold open.
+
+    `admit` raises for a uid that the daemon does not serve; such a one still gets its answer, but
+    few connections at a time.
+    """
+
+    def initialize(self, app: Application, admit: Callable[[Peer], None]) -> None:  # type: ignore[override]
+        super().initialize(
+            app,
+            max_body_size=MAX_BODY,
+            max_header_size=MAX_HEADER,
+            max_buffer_size=MAX_BODY + MAX_HEADER,
+            idle_connection_timeout=_IDLE_SECONDS,
+            body_timeout=_BODY_SECONDS,
+        )
+        self._admit = admit
+        self._open: Counter[int] = Counter()
+        self._uids: dict[Any, int] = {}
+        self._listener: socket.socket | None = None
+
+    def listen_on(self, listener: socket.socket) -> None:
+        """Accept from now on; the listener stays the caller's."""
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def stop(self) -> None:
+        """Accept no more. Idempotent."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener = None
+
+    def on_close(self, server_conn: object) -> None:
+        super().on_close(server_conn)
+        uid = self._uids.pop(getattr(server_conn, "stream", None), None)
+        if uid is not None:
+            self._open[uid] -= 1
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor is left: let those that are open end first
+            log.error("cannot accept connections for a second: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_PAUSE, self._resume)
+            return
+        peer = peer_of(connection)
+        if self._open[peer.uid] >= self._limit(peer):
+            connection.close()
+            return
+        connection.setblocking(False)
+        stream = IOStream(connection, max_buffer_size=MAX_BODY + MAX_HEADER)
+        self._open[peer.uid] += 1
+        self._uids[stream] = peer.uid
+        self.handle_stream(stream, ())
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            self.listen_on(self._listener)
+
+    def _limit(self, peer: Peer) -> int:
+        try:
+            self._admit(peer)
+        except PermissionRefused:
+            return MAX_CONNECTIONS_REFUSED
+        return MAX_CONNECTIONS
+
+
+def server(app: Application, listener: socket.socket, sessions: Sessions) -> Server:
     """Serve `app` on a listening Unix socket, with tornado's limits set."""
-    made = HTTPServer(
-        app,
-        max_body_size=MAX_BODY,
-        max_header_size=MAX_HEADER,
-        max_buffer_size=MAX_BODY + MAX_HEADER,
-        idle_connection_timeout=_IDLE_SECONDS,
-        body_timeout=_BODY_SECONDS,
-    )
-    made.add_socket(listener)
+    made = Server(app, sessions.admit)
+    made.listen_on(listener)
     return made

@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -73,6 +74,7 @@ async def serve(
     reason where the daemon cannot start; nothing is left then.
     """
     _check_root()
+    _allow_many_files()
     async with running(config, options, make_vmm) as sessions:
         ready()
         log.info("serving on %s", options.socket)
@@ -92,19 +94,19 @@ async def running(
     ):
         for found in await reaper.reap(options.state, config.uid_base):
             log.warning("left behind by an earlier daemon, removed: %s", found)
-        folders.prepare()
+        await folders.prepare()
         vmm = await make_vmm(options.state)
         sessions = Sessions(config, options.state, ImageStore(options.state), vmm, folders)
         app = api.application(config, str(options.state), vmm, sessions)
         with _listener(options.socket) as listener:
-            http = api.server(app, listener)
+            http = api.server(app, listener, sessions)
             try:
                 yield sessions
             finally:
                 http.stop()
                 await sessions.drain("the daemon was stopped")
                 await http.close_all_connections()
-                folders.base.rmdir()
+                await folders.close()
 
 
 def _check_root() -> None:
@@ -113,6 +115,12 @@ def _check_root() -> None:
             "the daemon must run as root: it gives every sandbox a user of its own",
             hint="sudo cantelop serve",
         )
+
+
+def _allow_many_files() -> None:
+    """A session holds about a dozen descriptors, a client one; the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def prepare_folders(options: Options) -> None:
@@ -132,12 +140,16 @@ def prepare_folders(options: Options) -> None:
                 f"{folder} is closed to other users, and a sandbox's VMM runs as one",
                 hint=f"chmod o+x {folder}, or set CANTELOP_STATE to another place",
             )
-    found = changeable_by_others(jail.sandboxes(options.state))
-    if found is not None:
-        raise ConfigError(
-            f"{found} can be changed by others than root",
-            hint=f"chmod go-w {found}, or set CANTELOP_STATE to another place",
-        )
+    for folder, setting in (
+        (jail.sandboxes(options.state), "CANTELOP_STATE"),
+        (options.socket.parent, "CANTELOP_SOCKET"),
+    ):
+        found = changeable_by_others(folder)
+        if found is not None:
+            raise ConfigError(
+                f"{found} can be changed by others than root",
+                hint=f"chmod go-w {found}, or set {setting} to another place",
+            )
 
 
 def _above(folder: Path) -> list[Path]:

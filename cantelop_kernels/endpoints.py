@@ -7,20 +7,23 @@ into place, so that no step works inside a folder the user can already change.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-import shutil
 import socket
+from collections.abc import Awaitable
 from pathlib import Path
 
-from cantelop_kernels import vsock, wire
-from cantelop_kernels.errors import ConfigError
+from cantelop_kernels import trees, vsock, wire
+from cantelop_kernels.errors import CantelopError, ConfigError
 from cantelop_kernels.schema import Endpoints
 
 _SUN_PATH = 107
 """unix(7): the most bytes a path may have, without its terminating NUL."""
 
 _PREFIX = "k"
+
+log = logging.getLogger(__name__)
 
 
 class EndpointFolders:
@@ -35,19 +38,27 @@ class EndpointFolders:
                 hint=f"move the daemon's socket up by {longest - _SUN_PATH} characters or more",
             )
 
-    def prepare(self) -> None:
-        """Make `base` anew and empty; whatever an earlier daemon left there is dead."""
-        if self.base.is_symlink() or self.base.exists():
-            shutil.rmtree(self.base)
+    async def prepare(self) -> None:
+        """Make `base` anew and empty; whatever an earlier daemon left there is dead.
+
+        What cannot be removed is set aside and logged: a user's folder keeps nobody from serving.
+        """
+        for old in trees.leftovers(self.base.parent, self.base.name):
+            await _tried(trees.remove_leftover(old))
+        await _tried(trees.remove(self.base))
         self.base.mkdir(mode=0o711)
         self.base.chmod(0o711)
+
+    async def close(self) -> None:
+        """Take `base` away, once no session is left."""
+        await _tried(trees.remove(self.base))
 
     def reserve(self) -> Endpoints:
         """A new place; nothing is there until `listen`."""
         token = secrets.token_hex(8)
         return Endpoints(token=token, ip=str(self.base / token / _PREFIX))
 
-    def listen(self, endpoints: Endpoints, uid: int, gid: int) -> list[socket.socket]:
+    async def listen(self, endpoints: Endpoints, uid: int, gid: int) -> list[socket.socket]:
         """Five listening sockets in the order of `wire.CHANNELS`; the caller closes them.
 
         May be called again for the same endpoints: the old sockets are then replaced, as a restart
@@ -55,27 +66,33 @@ class EndpointFolders:
         """
         folder = self.base / endpoints.token
         aside = self.base / f".{endpoints.token}"
-        shutil.rmtree(aside, ignore_errors=True)
+        await trees.remove(aside)
         aside.mkdir(mode=0o700)
         listeners: list[socket.socket] = []
         try:
             for number in range(1, len(wire.CHANNELS) + 1):
                 listeners.append(_listener(aside, f"{_PREFIX}-{number}", uid, gid))
-            self.remove(endpoints)
+            await self.remove(endpoints)
             os.chown(aside, uid, gid)
             aside.rename(folder)
         except BaseException:
             for listener in listeners:
                 listener.close()
-            shutil.rmtree(aside, ignore_errors=True)
+            await trees.remove(aside)
             raise
         return listeners
 
-    def remove(self, endpoints: Endpoints) -> None:
-        """Take the folder away; nothing happens when it is gone already."""
-        folder = self.base / endpoints.token
-        if folder.exists():
-            shutil.rmtree(folder)
+    async def remove(self, endpoints: Endpoints) -> None:
+        """Take the folder away; nothing happens when it is gone already. Raises CantelopError
+        where something that the user has put there cannot be removed."""
+        await trees.remove(self.base / endpoints.token)
+
+
+async def _tried(removal: Awaitable[None]) -> None:
+    try:
+        await removal
+    except CantelopError as error:
+        log.warning("%s", error)
 
 
 def _listener(folder: Path, name: str, uid: int, gid: int) -> socket.socket:

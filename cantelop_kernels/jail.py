@@ -18,11 +18,11 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cantelop_kernels import trees
 from cantelop_kernels.errors import LaunchError
 from cantelop_kernels.slot import Slot
 
@@ -57,6 +57,7 @@ class Jail:
             "--inh-caps=-all",
             "--pdeathsig=KILL",
             "--",
+            *("prlimit", "--core=0", f"--nofile={_MAX_FILES}", "--"),
             *argv,
         ]
 
@@ -100,27 +101,32 @@ def sandboxes(state: Path) -> Path:
     return state / "sandboxes"
 
 
-@contextmanager
-def make(state: Path, slot: Slot) -> Iterator[Jail]:
-    """Build the folder of `slot`, and take all of it away at the end.
+def make(state: Path, slot: Slot) -> Jail:
+    """Build the folder of `slot`; `remove` takes it away.
 
     Raises LaunchError where something is at that place already: what lies there was not made by
-    this daemon and is not trusted (THREATS.md 9).
+    this daemon and is not trusted (THREATS.md 9). Raises OSError where the disk is full, and then
+    leaves nothing.
     """
-    folder = sandboxes(state) / slot.name
+    jail = Jail(slot, sandboxes(state) / slot.name)
     try:
-        folder.mkdir(mode=0o750)
+        jail.folder.mkdir(mode=0o750)
     except FileExistsError:
         raise LaunchError(
-            f"{folder} exists already",
+            f"{jail.folder} exists already",
             hint="nothing uses it: remove it, or restart the daemon to have it removed",
         ) from None
     try:
-        os.chown(folder, 0, slot.gid)
-        jail = Jail(slot, folder)
+        os.chown(jail.folder, 0, slot.gid)
         jail.run.mkdir()
         jail.run.chmod(0o770)
         os.chown(jail.run, slot.vmm_uid, slot.gid)
-        yield jail
-    finally:
-        shutil.rmtree(folder)
+    except OSError:
+        shutil.rmtree(jail.folder)  # nobody else has been let in yet
+        raise
+    return jail
+
+
+async def remove(jail: Jail) -> None:
+    """Take the folder away, once no process of the slot's uids is left. Raises CantelopError."""
+    await trees.remove(jail.folder)

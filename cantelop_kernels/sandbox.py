@@ -27,7 +27,7 @@ from cantelop_kernels.process import Process
 from cantelop_kernels.schema import Logs
 from cantelop_kernels.slot import Slot, SlotTable
 from cantelop_kernels.uids import kill_all
-from cantelop_kernels.vmm import Drive, Vmm, VmSpec
+from cantelop_kernels.vmm import Drive, Machine, Vmm, VmSpec
 
 _LOGS_DEADLINE = 1.0
 _CAUSE_DEADLINE = 0.5
@@ -50,7 +50,7 @@ class Plan:
 class Sandbox:
     """A booted guest whose agent has said hello. Belongs to nobody until `start`."""
 
-    def __init__(self, slot: Slot, link: Link, machine: Process, attendant: Process) -> None:
+    def __init__(self, slot: Slot, link: Link, machine: Machine, attendant: Process) -> None:
         self.slot = slot
         self.link = link
         self._machine = machine
@@ -74,7 +74,7 @@ class Sandbox:
 
     async def ended(self) -> dict[str, Any]:
         """How the kernel ended (`wire` "exited"). Raises SandboxGone when the sandbox died."""
-        machine = asyncio.ensure_future(self._machine.wait())
+        machine = asyncio.ensure_future(self._machine.ended())
         attendant = asyncio.ensure_future(self._attendant.wait())
         exited: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(
             asyncio.shield(self.link.exited)
@@ -89,11 +89,9 @@ class Sandbox:
                 [machine, attendant], timeout=_CAUSE_DEADLINE, return_when=asyncio.FIRST_COMPLETED
             )
             if attendant.done():
-                raise SandboxGone(f"the attendant ended unexpectedly ({_how(attendant.result())})")
+                raise SandboxGone(f"the attendant ended ({_how(attendant.result())})")
             if machine.done():
-                raise SandboxGone(
-                    f"the virtual machine ended unexpectedly ({_how(machine.result())})"
-                )
+                raise SandboxGone(machine.result())
             return exited.result()
         finally:
             await _cancel(*tasks)
@@ -123,7 +121,7 @@ class Sandbox:
         deadline: float,
     ) -> None:
         """Await `wanted`, unless the machine, its attendant or `instead` ends before."""
-        others: list[Awaitable[Any]] = [self._machine.wait(), self._attendant.wait()]
+        others: list[Awaitable[Any]] = [self._machine.ended(), self._attendant.wait()]
         others += [asyncio.shield(instead)] if instead is not None else []
         tasks = [asyncio.ensure_future(other) for other in (asyncio.shield(wanted), *others)]
         try:
@@ -139,13 +137,12 @@ class Sandbox:
             await _cancel(*tasks)
 
     def _why(self, others: Sequence[asyncio.Future[Any]]) -> str:
-        names = ("the virtual machine ended", "the attendant ended", "the kernel ended")
-        for name, other in zip(names, others, strict=False):
-            if other.done():
-                result = other.result()
-                detail = _how(result) if isinstance(result, int) else _how_kernel(result)
-                return f"{name} ({detail})"
-        return "it ended"
+        machine, attendant, *kernel = others
+        if machine.done():
+            return str(machine.result())
+        if attendant.done():
+            return f"the attendant ended ({_how(attendant.result())})"
+        return f"the kernel ended ({_how_kernel(kernel[0].result())})"
 
 
 def _how(returncode: int) -> str:
@@ -225,8 +222,8 @@ async def _acquire(
     with step("image"):
         stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
-        place = stack.enter_context(jail.make(plan.state, slot))
-        stack.push_async_callback(kill_all, slot.uids)  # what VMM and helpers may have forked
+        place = jail.make(plan.state, slot)
+        stack.push_async_callback(_destroy, place, slots)
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
     with step("attendant"):
@@ -250,6 +247,17 @@ def _take_slot(slots: SlotTable) -> Slot:
             "all sandboxes are taken", hint="end one (cantelop ps, kill) or raise max_sessions"
         )
     return slot
+
+
+async def _destroy(place: Jail, slots: SlotTable) -> None:
+    """Where something of the sandbox stays, its uids and names are not given to another one."""
+    try:
+        slot = place.slot
+        await kill_all((slot.vmm_uid, slot.attendant_uid))  # what they may have forked
+        await jail.remove(place)
+    except BaseException:
+        slots.quarantine(place.slot)
+        raise
 
 
 def _spec(plan: Plan, disk: Path) -> VmSpec:

@@ -50,6 +50,8 @@ class Schema:
 
 
 def _coerce(name: str, hint: Any, value: object) -> Any:
+    if isinstance(value, str):
+        _check_text(name, value)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     made = value
     if origin is types.UnionType:
@@ -58,7 +60,9 @@ def _coerce(name: str, hint: Any, value: object) -> Any:
     elif origin is list and isinstance(value, list):
         made = [_coerce(name, args[0], item) for item in value]
     elif origin is dict and isinstance(value, dict):
-        made = {key: _coerce(name, args[1], item) for key, item in value.items()}
+        made = {
+            _coerce(name, str, key): _coerce(name, args[1], item) for key, item in value.items()
+        }
     elif isinstance(hint, type) and issubclass(hint, Schema):
         made = hint.from_json(value)
     elif hint is float and type(value) is int:
@@ -66,6 +70,13 @@ def _coerce(name: str, hint: Any, value: object) -> Any:
     elif type(value) is not (origin or hint):
         raise BadRequest(f"field {name!r} must be {getattr(hint, '__name__', hint)}")
     return made
+
+
+def _check_text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"field {name!r} has half a surrogate pair in it") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class Session:
         self.endpoints = endpoints
         self.ended = asyncio.Event()
         self.exit: Exit | None = None
+        self.leftover: CantelopError | None = None
+        """Set where the sandbox could not be taken away whole."""
         self.notices = [EMULATED] if vmm.emulated else []
         self._request = request
         self._plan = plan
@@ -119,9 +121,12 @@ class Session:
             await asyncio.wait([boot])
         if not boot.cancelled() and (error := boot.exception()) is not None:
             self.exit = self.exit or Exit(reason=str(error))
-            if started.done():
-                raise error
-            started.set_exception(error)
+            if not started.done():
+                started.set_exception(error)
+                return
+            if isinstance(error, CantelopError):
+                self.leftover = error
+            raise error
 
     async def _boot_and_run(
         self, slots: SlotTable, listeners: list[Any], started: asyncio.Future[None]

@@ -12,6 +12,7 @@ import grp
 import logging
 import os
 import pwd
+import socket
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
@@ -127,10 +128,13 @@ class Sessions:
         return [one for one in self._sessions.values() if peer.uid in (0, one.user)]
 
     async def end(self, session_id: str, peer: Peer) -> None:
-        """Returns once nothing of its sandbox is left. Idempotent."""
+        """Returns once nothing of its sandbox is left; raises the reason where that failed.
+        Idempotent."""
         session = self.get(session_id, peer)
         session.stop("ended by its owner" if peer.uid == session.user else "ended by the operator")
         await session.ended.wait()
+        if session.leftover is not None:
+            raise session.leftover
 
     async def release(self, token: str, peer: Peer) -> None:
         """Give endpoints back, ending the session behind them. Idempotent."""
@@ -179,7 +183,7 @@ class Sessions:
 
     def _reserve(self, request: SessionRequest, peer: Peer) -> _Reservation:
         if self._draining:
-            raise LaunchError("the daemon is stopping", hint="try again when it is back")
+            raise _stopping()
         if request.endpoints is None:
             endpoints = self._folders.reserve()
             reservation = _Reservation(endpoints, peer.uid, peer.gid)
@@ -222,8 +226,8 @@ class Sessions:
         if reservation.session is not None:
             reservation.session.stop("its endpoints were released")
             await reservation.session.ended.wait()
-        self._folders.remove(reservation.endpoints)
         self._reservations.pop(reservation.endpoints.token, None)
+        await self._folders.remove(reservation.endpoints)
 
     async def _start(
         self, request: SessionRequest, plan: Plan, reservation: _Reservation
@@ -231,10 +235,8 @@ class Sessions:
         if reservation.session is not None:
             reservation.session.stop("another session took its endpoints")
             await reservation.session.ended.wait()
-        if reservation.released:  # while this request waited for its turn
-            raise NotFound("the endpoints were released", hint="start the kernel anew")
         request, refused = _with_allowed_env(request, self._config.app(request.app))
-        listeners = self._folders.listen(reservation.endpoints, reservation.uid, reservation.gid)
+        listeners = await self._listen(reservation)
         session = Session(request, reservation.uid, plan, self._vmm, reservation.endpoints)
         session.notices += [
             f"not passed into the guest, since the App {request.app!r} does not name it: {name}"
@@ -255,6 +257,19 @@ class Sessions:
                 await session.ended.wait()
         return session
 
+    async def _listen(self, reservation: _Reservation) -> list[socket.socket]:
+        """The sockets, unless all was given up while this request waited for its turn."""
+        endpoints = reservation.endpoints
+        listeners = await self._folders.listen(endpoints, reservation.uid, reservation.gid)
+        if not (reservation.released or self._draining):
+            return listeners
+        for listener in listeners:
+            listener.close()
+        await self._folders.remove(endpoints)
+        if self._draining:
+            raise _stopping()
+        raise NotFound("the endpoints were released", hint="start the kernel anew")
+
     def _remember(self, session: Session) -> None:
         self._sessions[session.id] = session
         ended = [one for one in self._sessions.values() if one.ended.is_set()]
@@ -267,6 +282,10 @@ class Sessions:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_report)
         return task
+
+
+def _stopping() -> LaunchError:
+    return LaunchError("the daemon is stopping", hint="try again when it is back")
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -57,6 +57,7 @@ class SlotTable:
         self._uid_base = uid_base
         self._size = size
         self._taken: set[int] = set()
+        self._quarantined: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<SlotTable {len(self._taken)} of {self._size} taken>"
@@ -70,5 +71,10 @@ class SlotTable:
         return None
 
     def release(self, slot: Slot) -> None:
-        """Give it back; releasing twice is harmless."""
-        self._taken.discard(slot.index)
+        """Give it back; releasing twice is harmless. One in quarantine stays taken."""
+        if slot.index not in self._quarantined:
+            self._taken.discard(slot.index)
+
+    def quarantine(self, slot: Slot) -> None:
+        """Never hand it out again: something that goes by its names or uids is still there."""
+        self._quarantined.add(slot.index)

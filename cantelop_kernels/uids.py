@@ -8,46 +8,75 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from cantelop_kernels.errors import DeadlineExceeded
-from cantelop_kernels.process import wait_pidfd
+from cantelop_kernels.process import run, wait_pidfd
 
 _DEADLINE = 10.0
+_EMPTY_LOOKS = 3
 
 
-async def kill_all(uids: Container[int]) -> list[str]:
-    """Kill them and wait for their end; returns what was found, in words.
+async def kill_all(uids: Iterable[int]) -> None:
+    """Kill every process of these uids and wait for their end.
 
-    Raises DeadlineExceeded where one does not die.
+    kill(2) of -1 as that uid reaches all its processes at once, so that none can get away by
+    forking; a look at /proc alone would miss one that forks and ends between two readings. Raises
+    DeadlineExceeded where one does not die.
     """
+    for uid in uids:
+        await run([*_as_user(uid), "sh", "-c", "kill -KILL -1"], deadline=_DEADLINE, check=False)
+        for pid in _of(range(uid, uid + 1)):
+            await _ended(pid, uid)
+
+
+async def kill_found(uids: Container[int]) -> list[str]:
+    """The same for a range of many uids, where few have a process; returns what was found, in
+    words."""
     killed: list[str] = []
-    for process in psutil.process_iter(["pid", "name", "uids"]):
-        ids = process.info["uids"]
-        if ids is None or ids.real not in uids:
-            continue
-        with suppress(ProcessLookupError):
-            await _kill(process.info["pid"], uids)
-            killed.append(f"process {process.info['pid']} ({process.info['name']})")
+    empty = 0
+    while empty < _EMPTY_LOOKS:
+        found = _of(uids)
+        empty = 0 if found else empty + 1
+        await kill_all({uid for uid, _ in found.values()})
+        killed += [f"process {pid} ({name})" for pid, (_, name) in found.items()]
     return killed
 
 
-async def _kill(pid: int, uids: Container[int]) -> None:
-    """By pidfd, and only once that pid is known to be the process that was meant."""
-    fd = os.pidfd_open(pid)
+def _as_user(uid: int) -> list[str]:
+    """With no capability left: with CAP_KILL, -1 would mean every process of the machine."""
+    ids = (f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+    return ["setpriv", *ids, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--"]
+
+
+def _of(uids: Container[int]) -> dict[int, tuple[int, str]]:
+    """Uid and name by pid. Zombies are left out: they run no more, their parent has to reap them.
+
+    Told apart by their real uid, the one that kill(2) goes by.
+    """
+    found = {}
+    for process in psutil.process_iter(["pid", "name", "uids", "status"]):
+        ids, status = process.info["uids"], process.info["status"]
+        if ids is not None and ids.real in uids and status != psutil.STATUS_ZOMBIE:
+            found[process.info["pid"]] = (ids.real, process.info["name"])
+    return found
+
+
+async def _ended(pid: int, uid: int) -> None:
+    """Wait for a process that has been killed, if that pid is still the one that was meant."""
     try:
-        if Path(f"/proc/{pid}").stat().st_uid not in uids:
-            return
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-        async with asyncio.timeout(_DEADLINE):
-            await wait_pidfd(fd)
-    except FileNotFoundError:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
         return
+    try:
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{pid}").stat().st_uid == uid:
+                async with asyncio.timeout(_DEADLINE):
+                    await wait_pidfd(fd)
     except TimeoutError:
         raise DeadlineExceeded(
             f"process {pid} of a sandbox does not end", hint="look at it, then try again"

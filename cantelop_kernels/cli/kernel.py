@@ -20,6 +20,7 @@ from jupyter_client.manager import AsyncKernelManager
 from cantelop_kernels.client import Client
 from cantelop_kernels.errors import (
     CantelopError,
+    DaemonUnavailable,
     DeadlineExceeded,
     NotFound,
     OutOfMemory,
@@ -172,7 +173,13 @@ async def until_dead(km: AsyncKernelManager) -> None:
 
 async def death(km: AsyncKernelManager, where: str) -> CantelopError:
     """The error for a kernel that ended by itself; call it before the manager cleans up."""
-    view = await _view(km)
+    try:
+        view = await _view(km)
+    except DaemonUnavailable:
+        return SandboxGone(
+            f"the kernel died {where}: the daemon is gone, and its sandbox with it",
+            hint="start the daemon again (sudo cantelop serve), and look at its log",
+        )
     ended = view.exit if view else None
     if ended is None:
         return SandboxGone(f"the kernel died {where}", hint="run it again")

@@ -6,8 +6,10 @@ console look the same.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +37,36 @@ class VmSpec:
     drives: tuple[Drive, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A virtual machine that runs, and what it cannot run without."""
+
+    process: Process
+    helpers: Mapping[str, Process] = field(default_factory=dict)
+    """By the name that people are told, such as "the vsock helper"."""
+
+    async def ended(self) -> str:
+        """Return when the machine or a helper has ended, and say so in words."""
+        tasks = {
+            asyncio.ensure_future(one.wait()): name
+            for name, one in {"the virtual machine": self.process, **self.helpers}.items()
+        }
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(_how(name, task.result()) for task, name in tasks.items() if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+def _how(name: str, returncode: int) -> str:
+    if returncode == 0:  # with -no-reboot a reset ends a machine as a power-off does
+        return f"{name} ended: the guest powered off, rebooted or panicked"
+    how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
+    return f"{name} ended ({how})"
+
+
 class Vmm(Protocol):
     """A way to run a `VmSpec`. Tests put a fake of this shape in its place."""
 
@@ -48,11 +80,10 @@ class Vmm(Protocol):
 
     def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
-    ) -> AbstractAsyncContextManager[Process]:
+    ) -> AbstractAsyncContextManager[Machine]:
         """Start it; leaving the context kills it and its helpers and waits until they are gone.
 
         The guest's serial console is written to the descriptor `console`, what VMM and helpers say
         themselves to `log`; the caller keeps both. The guest's vsock is `jail.run / vsock.SOCKET`.
-        Yields the process whose end is the machine's end.
         """
         ...

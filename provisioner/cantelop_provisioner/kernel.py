@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from logging import Logger, LoggerAdapter
 from typing import Any
 
 from cantelop_kernels.client import Client
-from cantelop_kernels.errors import CantelopError, NotFound
+from cantelop_kernels.errors import CantelopError, DaemonUnavailable, NotFound
 from cantelop_kernels.schema import SessionView
 from cantelop_provisioner import report
 
@@ -27,11 +28,13 @@ class Kernel:
     """Asks the daemon about one session, and remembers what cannot change any more.
 
     No method raises what the daemon or the socket may cause: a daemon that does not answer says
-    nothing about the kernel, which lives on without it.
+    nothing about the kernel. Where no daemon runs at all, its endpoints tell whether it lives:
+    somebody listens there as long as it does. `ip` is theirs, without the number.
     """
 
-    def __init__(self, client: Client, session: str, log: Log) -> None:
+    def __init__(self, client: Client, session: str, ip: str, log: Log) -> None:
         self.session = session
+        self._heartbeat = f"{ip}-5"
         self.exit_code: int | None = None
         self.reaped = False
         """Whether `wait` has returned; the sandbox may still have to be ended."""
@@ -55,6 +58,8 @@ class Kernel:
                 self._learn(None)
             except (CantelopError, TimeoutError) as error:
                 self._unanswered(error)
+                if isinstance(error, DaemonUnavailable) and not _listens(self._heartbeat):
+                    self._lost()
         return self.exit_code
 
     async def wait(self) -> int:
@@ -106,7 +111,24 @@ class Kernel:
         if not self.expected:
             self._log.error("%s [session %s]", report.death(ended), self.session)
 
+    def _lost(self) -> None:
+        self.exit_code = report.GONE
+        if not self.expected:
+            self._log.error("%s [session %s]", report.LOST, self.session)
+
     def _unanswered(self, error: Exception) -> None:
         if not self._silent:
             self._log.warning("no word from the daemon, the kernel is taken to live: %r", error)
         self._silent = True
+
+
+def _listens(path: str) -> bool:
+    """Whether somebody accepts there. A full backlog is somebody who is busy."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
+    return True

@@ -178,7 +178,7 @@ class CantelopProvisioner(KernelProvisionerBase):
         """Take the session over, or end it where the KernelManager cannot have it."""
         assert self._client is not None
         first, self._token = self._token is None, view.endpoints.token
-        self._kernel = Kernel(self._client, view.id, self.log)
+        self._kernel = Kernel(self._client, view.id, view.endpoints.ip, self.log)
         self.connection_info = connection_info(view, request)
         try:
             if self.parent is not None:
@@ -261,4 +261,5 @@ class CantelopProvisioner(KernelProvisionerBase):
         self._client = Client(Path(self.socket) if self.socket else None)
         self._token = provisioner_info.get("endpoints")
         session = provisioner_info.get("session")
-        self._kernel = Kernel(self._client, session, self.log) if session else None
+        ip = str(info.get("ip", ""))
+        self._kernel = Kernel(self._client, session, ip, self.log) if session else None

@@ -14,6 +14,8 @@ KILLED = -9
 GONE = 1
 """Exit code of a kernel of which nothing is known any more."""
 
+LOST = "the kernel died: the daemon is gone, and its sandbox with it"
+
 
 class KernelNotStarted(LaunchError):
     """A launch that failed, with the guest's last words in its text.

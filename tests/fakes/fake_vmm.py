@@ -16,7 +16,7 @@ from pathlib import Path
 from cantelop_kernels import vsock
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.process import Process
-from cantelop_kernels.vmm import VmSpec
+from cantelop_kernels.vmm import Machine, VmSpec
 
 ENTRY = Path(__file__).with_name("fake_vmm_process.py")
 
@@ -33,7 +33,7 @@ class FakeVmm:
     @asynccontextmanager
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
-    ) -> AsyncIterator[Process]:
+    ) -> AsyncIterator[Machine]:
         folder = Path(tempfile.mkdtemp(prefix="cantelop-fake-"))
         argv = ["setpriv", "--pdeathsig=KILL", sys.executable, str(ENTRY)]
         argv += ["--uds", str(jail.run / vsock.SOCKET), "--dir", str(folder)]
@@ -47,7 +47,7 @@ class FakeVmm:
         )
         self.machines.append(machine)
         try:
-            yield machine
+            yield Machine(machine)
         finally:
             self.machines.remove(machine)
             await machine.stop(0.0)

@@ -50,8 +50,15 @@ Running = Callable[..., AbstractAsyncContextManager["Stack"]]
 
 
 def processes() -> list[psutil.Process]:
-    """Every process that runs as a uid of these tests' sandboxes."""
-    return [p for p in psutil.process_iter() if _uid(p) in uid_range(UID_BASE)]
+    """Every process that runs as a uid of these tests' sandboxes (a zombie does not)."""
+    return [p for p in psutil.process_iter() if _uid(p) in uid_range(UID_BASE) and _runs(p)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _uid(process: psutil.Process) -> int:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from cantelop_kernels import api
 from tests.fakes.host_stack import KEY, Running, Stack, processes
 
 AS_USER = """
@@ -126,6 +130,9 @@ async def test_the_owner_of_a_session_can_use_its_endpoints(running: Running) ->
         ("POST", "/v1/sessions", {"key": "k", "vmm_args": ["-hda", "/etc/shadow"]}, 400),
         ("POST", "/v1/sessions", {"key": "k", "image": "../../etc"}, 400),
         ("POST", "/v1/sessions", ["not an object"], 400),
+        ("POST", "/v1/sessions", {"key": "\ud800"}, 400),
+        ("POST", "/v1/sessions", {"key": "k", "env": {"TZ": "\udfff"}}, 400),
+        ("POST", "/v1/sessions", {"key": "k", "argv": ["\ud800"]}, 400),
         ("POST", "/v1/sessions/s-1/signal", {"signum": 9}, 404),
         ("GET", "/v1/sessions/s-1/wait?seconds=x", None, 404),
         ("GET", "/v1/nothing", None, 404),
@@ -203,6 +210,62 @@ async def test_many_idle_connections_keep_nobody_out(stack: Stack) -> None:
     finally:
         for sock in held:
             sock.close()
+
+
+HOLD = """
+import os, socket, sys
+uid, path = int(sys.argv[1]), sys.argv[2]
+os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
+held = [socket.socket(socket.AF_UNIX) for _ in range(60)]
+for one in held: one.connect(path); one.settimeout(0.5)
+ended = 0
+for one in held:
+    try: ended += one.recv(1) == b""
+    except (TimeoutError, ConnectionError) as error: ended += isinstance(error, ConnectionError)
+print(ended, flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_user_who_is_not_served_holds_few_connections(stack: Stack) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", HOLD, str(NOBODY), str(stack.socket)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert int(await process.stdout.readline()) == 60 - api.MAX_CONNECTIONS_REFUSED
+    await stack.client.info()
+    await process.communicate(b"")
+    ((status, _),) = await as_user(NOBODY, stack, ["GET", "/v1/info"])
+    assert status == 403  # what was closed counts no more
+
+
+async def test_a_daemon_without_descriptors_serves_again_when_there_are_some(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.get_running_loop()
+    await stack.client.info()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        gaps: list[int] = []
+        try:
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+            with suppress(OSError):
+                while True:
+                    gaps.append(os.dup(0))
+            await loop.sock_connect(sock, str(stack.socket))
+            await asyncio.sleep(0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in gaps:
+                os.close(fd)
+    told = [one for one in caplog.records if "cannot accept connections" in one.getMessage()]
+    assert len(told) == 1
+    async with asyncio.timeout(5):
+        await stack.client.info()
 
 
 async def test_the_key_stays_off_every_command_line(stack: Stack) -> None:

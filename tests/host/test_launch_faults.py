@@ -14,12 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from cantelop_kernels import config, daemon, vsock, wire
-from cantelop_kernels.errors import ConfigError, EmulationRefused, ImageError, LaunchError
+from cantelop_kernels import config, daemon, trees, vsock, wire
+from cantelop_kernels.errors import (
+    CantelopError,
+    ConfigError,
+    EmulationRefused,
+    ImageError,
+    LaunchError,
+)
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.process import Process
-from cantelop_kernels.vmm import VmSpec
+from cantelop_kernels.uids import kill_all
+from cantelop_kernels.vmm import Machine, VmSpec
 from tests.fakes.fake_vmm import FakeVmm
 from tests.fakes.host_stack import Running, Stack, processes
 
@@ -34,13 +41,13 @@ class BadVmm(FakeVmm):
     @asynccontextmanager
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
-    ) -> AsyncIterator[Process]:
+    ) -> AsyncIterator[Machine]:
         vsock_path = str(jail.run / vsock.SOCKET)
         text = f"import json, socket, sys, time\nV = {vsock_path!r}\n{self._text}"
         argv = ["setpriv", "--pdeathsig=KILL", sys.executable, "-c", text]
         machine = Process.spawn(argv, env={}, stdout=console, stderr=log)
         try:
-            yield machine
+            yield Machine(machine)
         finally:
             await machine.stop(0.0)
             machine.close()
@@ -279,8 +286,80 @@ async def test_what_a_dead_daemon_left_is_taken_away(running: Running, place: Pa
             process.wait()
 
 
+@contextmanager
+def stuck(sandboxes: Path, folder: Path) -> Iterator[None]:
+    """A mount inside a sandbox's folder: rm cannot take it away, wherever the folder moves."""
+    inside = folder / "run" / "stuck"
+    inside.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", inside], check=True)
+    try:
+        yield
+    finally:
+        (now,) = sandboxes.glob("*/run/stuck")
+        subprocess.run(["umount", "-l", now], check=True)
+
+
+async def test_what_cannot_be_reaped_keeps_nobody_from_serving(
+    running: Running, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandboxes = place / "state" / "sandboxes"
+    with stuck(sandboxes, sandboxes / "cantelop-910000-0"):
+        options = daemon.Options(place / "c.sock", place / "state")
+
+        async def make(_: Path) -> FakeVmm:
+            return FakeVmm()
+
+        async with daemon.running(config.load(uid_base=910_000), options, make):
+            assert "which stays" in caplog.text
+            (left,) = sandboxes.iterdir()
+            assert left.name.startswith(".cantelop-910000-0.gone-")
+    async with running():  # the mount is gone: now it can be removed
+        assert list(sandboxes.iterdir()) == []
+
+
+async def test_a_sandbox_that_cannot_be_removed_keeps_its_slot(running: Running) -> None:
+    async with running() as stack:
+        sandboxes = stack.state / "sandboxes"
+        view = await stack.create()
+        with stuck(sandboxes, sandboxes / "cantelop-910000-0"):
+            with pytest.raises(CantelopError, match="could not be removed"):
+                await stack.client.end(view.id)
+            await stack.create()
+            assert (sandboxes / "cantelop-910000-1").exists()
+        (left,) = trees.leftovers(sandboxes, "cantelop-910000-0")
+        await trees.remove_leftover(left)
+
+
+async def test_a_users_folder_of_any_depth_is_released(stack: Stack) -> None:
+    view = await stack.create()
+    folder = Path(view.endpoints.ip).parent
+    fd = os.open(folder, os.O_DIRECTORY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=fd)
+        inner = os.open("d", os.O_DIRECTORY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+    await stack.client.release(view.endpoints.token)
+    assert stack.folders() == []
+
+
+async def test_processes_that_fork_while_they_are_killed_are_all_found() -> None:
+    """A child is forked before its parent dies, over and over."""
+    forks = "import os, time\nwhile True:\n if os.fork(): time.sleep(0.1); os._exit(0)"
+    runner = _as_uid(910_030, sys.executable, "-S", "-c", forks)
+    await asyncio.to_thread(_running_as, runner.pid, 910_030)
+    await kill_all([910_030])
+    runner.wait()
+    assert processes() == []
+
+
 def _sleeper(uid: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["setpriv", f"--reuid={uid}", "--clear-groups", "sleep", "60"])
+    return _as_uid(uid, "sleep", "60")
+
+
+def _as_uid(uid: int, *argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["setpriv", f"--reuid={uid}", "--clear-groups", *argv])
 
 
 def _running_as(pid: int, uid: int) -> None:

@@ -86,7 +86,7 @@ async def test_a_machine_that_dies_ends_its_session(stack: Stack) -> None:
     stack.vmm.machines[0].signal(signal.SIGKILL)
     ended = await stack.client.wait(view.id, 5)
     assert ended.exit is not None
-    assert "virtual machine ended unexpectedly (signal 9)" in ended.exit.reason
+    assert "the virtual machine ended (signal 9)" in ended.exit.reason
 
 
 async def test_an_attendant_that_dies_ends_its_session(stack: Stack) -> None:

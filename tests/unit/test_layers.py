@@ -16,7 +16,7 @@ GUEST = ROOT / "guest" / "cantelop_guest"
 
 LAYERS = [
     ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail"],
-    ["process", "host", "trust", "watch"],
+    ["process", "host", "trees", "trust", "watch"],
     [
         *("jail", "uids", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
         *("image", "image_*", "scratch", "workspace", "ninep", "tools"),

@@ -182,6 +182,20 @@ async def test_a_daemons_hiccup_is_no_death(
     assert await run(client, "print(1)") == "1"
 
 
+async def test_a_kernel_is_dead_when_the_daemon_and_its_endpoints_are_gone(
+    start: Start, fake_daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, _ = await start()
+    fake_daemon.path.rename(fake_daemon.path.with_suffix(".away"))
+    assert await manager.is_alive()
+    fake_daemon.last.end()
+    began = time.monotonic()
+    assert not await manager.is_alive()
+    assert time.monotonic() - began < 3
+    assert "the daemon is gone, and its sandbox with it" in caplog.text
+    fake_daemon.path.with_suffix(".away").rename(fake_daemon.path)
+
+
 async def test_a_session_the_daemon_does_not_know_is_dead(
     start: Start, fake_daemon: FakeDaemon
 ) -> None:

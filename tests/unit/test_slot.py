@@ -39,3 +39,14 @@ def test_releasing_twice_is_harmless() -> None:
     table.release(slot)
     assert table.acquire() == slot
     assert table.acquire() is None
+
+
+def test_a_slot_in_quarantine_is_never_handed_out_again() -> None:
+    table = SlotTable(600_000, 2)
+    first = table.acquire()
+    assert first is not None
+    table.quarantine(first)
+    table.release(first)
+    second = table.acquire()
+    assert second is not None and second.index == 1
+    assert table.acquire() is None

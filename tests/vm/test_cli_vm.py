@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import nbformat
+import psutil
 import pytest
+
+from cantelop_kernels.slot import uid_range
 
 pytestmark = pytest.mark.vm
 
@@ -211,6 +214,33 @@ def test_code_is_seen_killed_and_missed(spawn: Spawn, environment: dict[str, str
     assert "the kernel died while it ran the code" in err.read()
     unknown = ask("kill", "s-unknown")
     assert unknown.returncode == 1 and "no session s-unknown" in unknown.stderr
+
+
+def test_a_guest_that_powers_itself_off(
+    cantelop: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Also: an import that asks the CPU for its caches has nothing to complain of."""
+    off = f"sudo python3 -c 'import ctypes; ctypes.CDLL(None).reboot({0x4321FEDC})'"
+    code = f"import numpy, os\nprint('up', flush=True)\nos.system({off!r})"
+    done = cantelop("exec", code, "--allow-emulation")
+    assert done.returncode == 1 and done.stdout == "up\n"
+    assert "the guest powered off, rebooted or panicked" in done.stderr
+    assert "OpenBLAS" not in done.stderr
+
+
+def test_a_vsock_helper_that_dies(spawn: Spawn) -> None:
+    child = spawn("exec", "import time\nprint('up', flush=True)\ntime.sleep(100)")
+    out, err = pipes(child)
+    assert out.readline() == "up\n"
+    uids = uid_range(UID_BASE)
+    (helper,) = [
+        one
+        for one in psutil.process_iter(["name", "uids"])
+        if one.info["name"].startswith("vhost-device") and one.info["uids"].real in uids
+    ]
+    helper.kill()
+    assert child.wait(10) == 1
+    assert "the vsock helper ended (signal 9)" in err.read()
 
 
 def test_ctrl_c_interrupts_and_the_traceback_is_shown(spawn: Spawn) -> None:
