@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from .errors import CantelopError, DeadlineExceeded
 from .pipes import Capture, feed, read
 
-__all__ = ["DEVNULL", "CommandFailed", "Completed", "Process", "run", "wait_pidfd"]
+__all__ = ["DEVNULL", "CommandFailed", "Completed", "Process", "finish", "run", "wait_pidfd"]
 
 TAIL = 4096
 """Characters of stderr kept for error messages."""
@@ -82,8 +82,8 @@ async def wait_pidfd(fd: int) -> None:
         os.close(own)
 
 
-async def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` to its end, even when the caller is cancelled (again) meanwhile."""
+async def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end, even when the caller is cancelled (again) meanwhile: for undoing."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -237,7 +237,7 @@ async def run(
         name = Path(argv[0]).name
         raise DeadlineExceeded(f"{name} did not end within {deadline:g} s", argv0=argv[0]) from None
     finally:
-        await _finish(_end_group(popen, pidfd, pipes))
+        await finish(_end_group(popen, pidfd, pipes))
     result = Completed(popen.returncode, out.text(), err.text())
     if check and result.returncode != 0:
         raise CommandFailed(argv[0], result.returncode, result.stderr_tail)

@@ -23,7 +23,7 @@ from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError
 from cantelop_kernels.image import Image, ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.link import Link
-from cantelop_kernels.process import Process
+from cantelop_kernels.process import Process, finish
 from cantelop_kernels.schema import Logs
 from cantelop_kernels.slot import Slot, SlotTable
 from cantelop_kernels.uids import kill_all
@@ -223,7 +223,7 @@ async def _acquire(
         stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
         place = jail.make(plan.state, slot)
-        stack.push_async_callback(_destroy, place, slots)
+        stack.push_async_callback(lambda: finish(_destroy(place, slots)))
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
     with step("attendant"):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from cantelop_kernels.errors import BadRequest, NotFound, SandboxGone
+from cantelop_kernels.sessions import Peer
 from tests.fakes.host_stack import Running, Stack, connected, eventually, output, processes
 
 
@@ -255,4 +256,19 @@ async def test_a_process_that_a_vmm_forked_ends_with_the_sandbox(stack: Stack) -
     await eventually(lambda: len(processes()) == 2)
     await stack.client.end(view.id)
     assert await stray.wait() == -signal.SIGKILL
+    assert processes() == []
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.01, 0.05, 0.1, 0.2, 0.3])
+async def test_an_end_that_comes_during_the_end(stack: Stack, pause: float) -> None:
+    """A sandbox that is being taken away, since its kernel has ended, is taken away whole."""
+    view = await stack.create()
+    async with connected(view) as kernel:
+        kernel.execute("import os; os._exit(0)")
+        session = stack.sessions.get(view.id, Peer(0, 0, 0))
+        await eventually(lambda: not session.is_running)
+        await asyncio.sleep(pause)
+        await stack.client.end(view.id)
+        await stack.client.release(view.endpoints.token)
+    assert stack.folders() == []
     assert processes() == []
