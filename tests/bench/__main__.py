@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cantelop_kernels.client import ensure_daemon
+from cantelop_kernels.process import wait_pidfd
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {"local": "python3", "microVM": "cantelop-python3"}
@@ -138,6 +139,16 @@ def table(results: dict[str, Figures]) -> Table:
     return made
 
 
+async def stop(pid: int) -> None:
+    """End the daemon, and wait until it has taken everything away."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        await wait_pidfd(pidfd)
+    finally:
+        os.close(pidfd)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -153,7 +164,7 @@ async def main() -> None:
         try:
             results = {label: await measure(name, starts) for label, name in KERNELS.items()}
         finally:
-            os.kill((await daemon.info()).pid, signal.SIGTERM)
+            await stop((await daemon.info()).pid)
     Console().print(table(results))
     out = ROOT / "out" / "bench.json"
     out.parent.mkdir(exist_ok=True)
