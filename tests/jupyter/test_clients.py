@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,9 @@ def test_jupyter_console(stack: Stack) -> None:
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
+    deadline = time.monotonic() + 10  # the console does not wait for its kernel's end
+    while stack.live() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert stack.live() == []
 
 

@@ -244,7 +244,8 @@ def test_a_vsock_helper_that_dies(spawn: Spawn) -> None:
 
 
 def test_ctrl_c_interrupts_and_the_traceback_is_shown(spawn: Spawn) -> None:
-    child = spawn("exec", "import time\nprint('up', flush=True)\ntime.sleep(100)")
+    # not one long sleep: a signal that comes just before Python enters it goes unseen until its end
+    child = spawn("exec", "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)")
     out, err = pipes(child)
     assert out.readline() == "up\n"
     child.send_signal(signal.SIGINT)
