@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-VERSION = 1
+VERSION = 2
 HOST_CID = 2
 GUEST_CID = 3
 CONTROL_PORT = 1024
@@ -37,8 +37,12 @@ MAX_FRAME = 64 * 1024
 MAX_GUEST_WRITE = 32 * 1024
 """vhost-device-vsock 0.3.0 loses a guest's send() of about 64 KiB and more; stay at half."""
 
+MAX_FLOAT = 1e12
+"""NaN and infinity do not get through: they are no JSON, but Python writes and reads them."""
+
 _STR = (str,)
 _INT = (int,)
+_NUMBER = (float, int)
 _OPT_STR = (str, type(None))
 _OPT_INT = (int, type(None))
 
@@ -51,9 +55,12 @@ FROM_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         "memory": _INT,  # bytes the guest kernel sees
         "vcpus": _INT,
     },
+    # the kernel is started, exercised, and waits for `bind`; after `warm_up`, at most once
+    "warm": {"memory_used": _INT},  # bytes in use in the whole guest
     # the kernel listens on all its sockets, and the relay ports are open
     "ready": {"pid": _INT},
-    # the kernel process ended; exactly one of exit_code and signal is set; sizes in bytes
+    # the kernel process ended, at most once; also one that has been warmed up, before any `bind`;
+    # exactly one of exit_code and signal is set; sizes in bytes
     "exited": {
         "exit_code": _OPT_INT,
         "signal": _OPT_INT,
@@ -66,17 +73,23 @@ FROM_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "failed": {"id": _INT, "reason": _STR},
     "status": {
         "id": _INT,
-        "state": _STR,  # "waiting", "running" or "exited"
+        "state": _STR,  # "waiting", "warm", "running" or "exited"
         "memory_limit": _INT,
         "memory_current": _INT,
         "memory_peak": _INT,
-        "uptime": (float, int),
+        "memory_used": _INT,  # bytes in use in the whole guest
+        "cpu_seconds": _NUMBER,  # that the kernel and its children have used
+        "busy": (bool, type(None)),  # a cell runs; None where nobody knows (its own argv)
+        "idle_seconds": _NUMBER,  # since the last cell ended, or since `bind`; 0 where busy
+        "uptime": _NUMBER,
     },
 }
 
 TO_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    # start and exercise the image's own kernel ahead of `bind`; answered by done, later by warm
+    "warm_up": {"id": _INT},
     # everything a sandbox is given, at once; answered by done, then ready (or exited)
-    "start": {
+    "bind": {
         "id": _INT,
         "argv": (list, type(None)),  # None: the image's own kernel, already loaded
         "extra": (list,),  # arguments added to the image's own kernel
@@ -121,6 +134,8 @@ def check(message: object, schemas: Mapping[str, Mapping[str, tuple[type, ...]]]
         value = message[field]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise WireError(f"{message['type']}.{field} has the wrong type")
+        if isinstance(value, float) and not abs(value) < MAX_FLOAT:
+            raise WireError(f"{message['type']}.{field} is out of range")
     return message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 from cantelop_kernels import wire
 
@@ -48,11 +49,15 @@ class Agent:
         self._machine = machine
         control = dial_patiently(transport, wire.CONTROL_PORT)
         self._control = Control(loop, control, self._on_message, machine.power_off)
-        self._kernel = Kernel(loop, machine, log_pipe[1], prestarted, self._on_ready)
+        self._kernel = Kernel(
+            loop, machine, log_pipe[1], prestarted, on_warm=self._on_warm, on_ready=self._on_ready
+        )
         self._log = LogStream(loop, log_pipe[0], transport.dial_host(wire.LOG_PORT))
         self._relays = RelayHub(loop, transport, self._kernel.endpoints)
+        self._exit_told = False
         self._requests: dict[str, Callable[[dict[str, Any]], None]] = {
-            "start": self._start,
+            "warm_up": self._warm_up,
+            "bind": self._bind,
             "signal": self._signal,
             "status_request": self._status,
             "poweroff": self._poweroff,
@@ -71,14 +76,29 @@ class Agent:
             reason = f"{type(error).__name__}: {error}"[:500]
             self._control.send({"type": "failed", "id": message["id"], "reason": reason})
 
-    def _start(self, message: dict[str, Any]) -> None:
+    def _warm_up(self, message: dict[str, Any]) -> None:
+        self._kernel.warm_up()
+        self._machine.personalise("localhost", time.time_ns(), b"")  # as a rehearsal
+        self._control.send({"type": "done", "id": message["id"]})
+        self._report_early_exit()
+
+    def _on_warm(self) -> None:
+        self._control.send({"type": "warm", "memory_used": self._machine.memory_used()})
+
+    def _bind(self, message: dict[str, Any]) -> None:
+        if self._exit_told:
+            raise ValueError("the kernel has ended")
         if self._kernel.started:
             raise ValueError("a kernel was started here already")
         entropy = bytes.fromhex(message["entropy"])
         self._machine.personalise(message["hostname"], message["time_ns"], entropy)
-        self._kernel.start(message)
+        self._kernel.bind(message)
         self._control.send({"type": "done", "id": message["id"]})
-        if self._kernel.status is not None:  # it could not even wait for this
+        self._report_early_exit()
+
+    def _report_early_exit(self) -> None:
+        """Of a process that could not even wait for what it was to do."""
+        if self._kernel.status is not None:
             self._report_exit(self._kernel.status)
 
     def _on_ready(self) -> None:
@@ -96,6 +116,10 @@ class Agent:
                 "id": message["id"],
                 "state": self._kernel.state,
                 "uptime": self._machine.uptime(),
+                "memory_used": self._machine.memory_used(),
+                "cpu_seconds": self._machine.cpu_seconds(),
+                "busy": self._kernel.busy,
+                "idle_seconds": self._kernel.idle_seconds,
                 **self._machine.memory(),
             }
         )
@@ -115,11 +139,14 @@ class Agent:
                 return
             if pid == self._kernel.pid:
                 self._kernel.reaped(status)
-                if self._kernel.started:
+                if self._kernel.started or self._kernel.warming:
                     self._report_exit(status)
 
     def _report_exit(self, status: int) -> None:
         """Last of all: the host closes the channels when it hears of this."""
+        if self._exit_told:
+            return
+        self._exit_told = True
         self._log.drain()
         memory = self._machine.memory()
         by_signal = os.WIFSIGNALED(status)

@@ -1,10 +1,9 @@
 """Turns a process into the image's own Jupyter kernel: an ordinary, unmodified IPKernelApp.
 
 Runs as the kernel's user, in a process that the agent made before anybody asked for a kernel.
-Phases, each usable alone so that more can be done ahead of the claim one day:
 
 1. `load`: import what a kernel needs to start and to answer its first requests;
-2. `receive`: wait for the instruction (environment, folder, arguments);
+2. `receive`: wait for the agent's instruction. Where that is to warm up, `warm` goes on from here;
 3. `bind`: become the kernel that was asked for;
 4. `initialize`, then `announce` that every socket listens; then the application's own loop.
 
@@ -18,10 +17,16 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from socket import socket
     from typing import Any
 
 INSTRUCTION_FD = 3
-"""A socket to the agent: one JSON line in, one byte out, then closed."""
+"""A SOCK_SEQPACKET socket to the agent: instructions (JSON) in, the bytes below out."""
+
+WARM, READY, BUSY, IDLE = b"W", b"R", b"B", b"I"
+"""It waits to be bound, exercised; it is bound, and all its sockets listen; a cell runs; none."""
+
+MAX_INSTRUCTION = 256 * 1024
 
 PRELOAD = (
     "ipykernel.kernelapp",
@@ -46,12 +51,25 @@ STALL_SECONDS = 60
 def main(agent_path: str) -> None:
     """The whole life of the kernel process; returns when the kernel is to exit."""
     load(agent_path)
-    instruction = receive(INSTRUCTION_FD)
-    bind(instruction)
-    app = initialize(instruction["argv"])
-    announce(INSTRUCTION_FD, app)
+    app = become_kernel(connect_agent())
     hide_modules()
     app.start()
+
+
+def become_kernel(agent: socket) -> Any:
+    """A kernel that is bound, or one that will be once its event loop runs."""
+    instruction = receive(agent)
+    if instruction["do"] == "warm_up":
+        from . import warm
+
+        if warm.warmed_up(agent, instruction["scratch"]):
+            return warm.become_kernel(agent, instruction["connection_file"])
+        instruction = receive(agent)  # the bind came first: a cold start, as ever
+    bind(instruction)
+    app = initialize(instruction["argv"])
+    tell_activity(agent, app.kernel)
+    announce(agent, app)
+    return app
 
 
 def load(agent_path: str) -> None:
@@ -83,17 +101,22 @@ def adopt_user_site() -> None:
     sys.path[:] = [*before[:first], *added, *before[first:]]
 
 
-def receive(fd: int) -> dict[str, Any]:
-    """Wait for the agent's line. A closed socket means there will be no kernel."""
+def connect_agent() -> socket:
+    """The agent's socket, which no program that is started from here inherits."""
+    import socket
+
+    os.set_inheritable(INSTRUCTION_FD, False)
+    return socket.socket(fileno=INSTRUCTION_FD)
+
+
+def receive(agent: socket) -> dict[str, Any]:
+    """Wait for an instruction. A closed socket means there will be no kernel."""
     import json
 
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        data = os.read(fd, 65536)
-        if not data:
-            raise SystemExit(0)
-        line += data
-    instruction: dict[str, Any] = json.loads(line)
+    packet = agent.recv(MAX_INSTRUCTION)
+    if not packet:
+        raise SystemExit(0)
+    instruction: dict[str, Any] = json.loads(packet)
     return instruction
 
 
@@ -169,7 +192,48 @@ def make_lossless(iopub_thread: Any) -> None:
     iopub_thread.schedule(apply)
 
 
-def announce(fd: int, app: Any) -> None:
+def tell_activity(agent: socket, kernel: Any) -> None:
+    """Have the agent told whenever a first cell begins to run, and when the last one has ended.
+
+    Where the kernel publishes its status, since no code of a user's is on the stack there. Cells
+    run side by side only in threads of their own (subshells), at most one in each.
+    """
+    import threading
+
+    publish = kernel._publish_status
+    process, ours = os.getpid(), _file_of(agent)
+    lock = threading.Lock()
+    running: set[threading.Thread] = set()
+    told = IDLE
+
+    def publish_status(status: str, channel: str, parent: Any = None) -> None:
+        publish(status, channel, parent)
+        message = parent or kernel.get_parent(channel)
+        executes = message.get("header", {}).get("msg_type") == "execute_request"
+        if channel == "shell" and executes and os.getpid() == process:
+            with lock:
+                follow(status)
+
+    def follow(status: str) -> None:
+        nonlocal told
+        (running.add if status == "busy" else running.discard)(threading.current_thread())
+        now = BUSY if any(thread.is_alive() for thread in running) else IDLE
+        if now != told and _file_of(agent) == ours:
+            told = now
+            agent.send(now)
+
+    kernel._publish_status = publish_status
+
+
+def _file_of(agent: socket) -> int | None:
+    """A user's code may close any descriptor, and its number then be that of another file."""
+    try:
+        return os.fstat(agent.fileno()).st_ino
+    except OSError:
+        return None
+
+
+def announce(agent: socket, app: Any) -> None:
     """Tell the agent that all five sockets listen.
 
     Four are bound by `initialize` itself; the heartbeat binds in its own thread and has no event
@@ -180,8 +244,7 @@ def announce(fd: int, app: Any) -> None:
     heartbeat = f"{app.ip}-{app.hb_port}"
     while not os.path.exists(heartbeat) and app.heartbeat.is_alive():
         time.sleep(0.002)
-    os.write(fd, b"R")
-    os.close(fd)
+    agent.send(READY)
 
 
 def hide_modules() -> None:

@@ -30,7 +30,7 @@ def prestart(machine: MachineLike, stdio: int, body: Callable[[], Any]) -> Prest
     """Start the process in which `body` waits on `INSTRUCTION_FD`."""
     import _socket
 
-    ours, theirs = _socket.socketpair()  # close-on-exec, as everything Python opens
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)  # close-on-exec
     pid = spawn(machine, stdio, body, instructions=theirs.fileno())
     theirs.close()
     return Prestarted(pid, ours.detach())
@@ -58,6 +58,30 @@ def spawn(
 
         traceback.print_exc()
     _exit(status)
+
+
+def end(pid: int) -> None:
+    """Kill a process that `spawn` has made, with its group, and collect what of it is our child."""
+    for kill in (os.killpg, os.kill):  # there is no group yet where it has only just been made
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    os.waitpid(pid, 0)
+    try:
+        while True:
+            os.waitpid(-pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def empty(folder: str) -> None:
+    """Remove all that is in `folder`, in which nobody else is at work."""
+    for path, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            os.unlink(os.path.join(path, name))
+        for name in folders:
+            os.rmdir(os.path.join(path, name))
 
 
 def _exit(status: int) -> NoReturn:

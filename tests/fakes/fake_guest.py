@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 GUEST_PACKAGES = Path(spawn.__file__).parents[1]
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 MEMORY = 512 * 1024 * 1024
 
 
@@ -35,9 +36,10 @@ class FakeMachine:
     def __init__(self, folder: Path, uid: int | None = None) -> None:
         self.kernel_dir = str(folder / "kernel")
         self.home = str(folder / "home")
+        self.temporary = str(folder / "tmp")
         self._uid = uid
         self._started = time.monotonic()
-        for path in (self.kernel_dir, self.home):
+        for path in (self.kernel_dir, self.home, self.temporary):
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.give_to_kernel(path)
 
@@ -53,7 +55,8 @@ class FakeMachine:
 
     def kernel_env(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-        return {"PATH": path, "HOME": self.home, "USER": "sandbox", "LANG": "C.UTF-8"}
+        own = {"HOME": self.home, "TMPDIR": self.temporary}
+        return {"PATH": path, "USER": "sandbox", "LANG": "C.UTF-8", **own}
 
     def give_to_kernel(self, path: str) -> None:
         if self._uid is not None:
@@ -68,6 +71,12 @@ class FakeMachine:
 
     def memory(self) -> dict[str, int]:
         return {"memory_limit": MEMORY, "memory_current": 1, "memory_peak": 1}
+
+    def memory_used(self) -> int:
+        return 2
+
+    def cpu_seconds(self) -> float:
+        return 0.5
 
     def oom_kills(self) -> int:
         return 0
@@ -132,6 +141,7 @@ class _Port:
 
 def run(uds: Path, folder: Path, uid: int | None = None) -> NoReturn:
     """Until the host closes the control channel or asks for the power-off."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to us, as to pid 1
     machine = FakeMachine(folder, uid)
     log_pipe = os.pipe()
     prestarted = spawn.prestart(

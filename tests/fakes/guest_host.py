@@ -32,6 +32,7 @@ class GuestHost:
         self.folder = folder
         self.uds = folder / "v.sock"
         self.key = os.urandom(16).hex()
+        self.scheme = "hmac-sha256"
         self.log = bytearray()
         self.messages: deque[dict[str, Any]] = deque()
         self.pause = dict(slow or {})
@@ -85,7 +86,7 @@ class GuestHost:
         self.control.sendall(wire.encode(wire.check(message, wire.TO_GUEST)))
         return self._ids
 
-    def start(self, **changed: Any) -> int:
+    def bind(self, **changed: Any) -> int:
         """Ask for the kernel; any field may be changed."""
         fields: dict[str, Any] = {
             "argv": None,
@@ -93,13 +94,13 @@ class GuestHost:
             "env": {},
             "cwd": None,
             "key": self.key,
-            "signature_scheme": "hmac-sha256",
+            "signature_scheme": self.scheme,
             "kernel_name": "test",
             "hostname": "guest",
             "time_ns": time.time_ns(),
             "entropy": os.urandom(32).hex(),
         }
-        return self.request("start", **(fields | changed))
+        return self.request("bind", **(fields | changed))
 
     def client(self) -> BlockingKernelClient:
         """A started client, through relays of our own. Not waited for."""
@@ -107,7 +108,7 @@ class GuestHost:
             "transport": "ipc",
             "ip": str(self.folder / "c"),
             "key": self.key,
-            "signature_scheme": "hmac-sha256",
+            "signature_scheme": self.scheme,
         }
         for port, channel in enumerate(wire.CHANNELS, start=1):
             info[f"{channel}_port"] = port

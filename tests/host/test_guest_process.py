@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.guest_host import GuestHost
+from tests.fakes.guest_process import Guest, in_guest, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jupyter_client.blocking.client import BlockingKernelClient
-
-FAKE = Path(__file__).parents[1] / "fakes" / "fake_vmm_process.py"
 
 NAMES = ["In", "Out", "exit", "get_ipython", "json", "multiprocessing", "open", "os", "quit", "sys"]
 """What a first cell with these imports finds in its namespace."""
@@ -42,58 +36,13 @@ sys.exit(7)
 """
 
 
-class Guest:
-    """A fake VMM process and the host's side of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.host = GuestHost(folder)
-        self.folder = folder
-        command = [sys.executable, str(FAKE), "--uds", str(self.host.uds), "--dir", f"{folder}/g"]
-        self.process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
-        self.hello = self.host.accept()
-        self._clients: list[BlockingKernelClient] = []
-
-    def start(self, **fields: Any) -> BlockingKernelClient:
-        """Start the kernel; a client that is ready to use."""
-        self.host.start(**fields)
-        self.host.expect("done")
-        self.host.expect("ready")
-        client = self.client()
-        client.wait_for_ready(timeout=30)
-        return client
-
-    def client(self) -> BlockingKernelClient:
-        client = self.host.client()
-        self._clients.append(client)
-        return client
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.stop_channels()
-        self.host.close()
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def guest() -> Iterator[Guest]:
-    folder = Path(tempfile.mkdtemp(prefix="ct-"))  # short: Unix paths end at 107 bytes
-    guest = Guest(folder)
-    yield guest
-    guest.close()
-    shutil.rmtree(folder)
-
-
-def run(client: BlockingKernelClient, code: str, timeout: float = 30) -> tuple[str, dict[str, Any]]:
-    """What the cell printed, and the reply's content."""
-    printed: list[str] = []
-
-    def output(message: dict[str, Any]) -> None:
-        if message["msg_type"] == "stream":
-            printed.append(message["content"]["text"])
-
-    reply = client.execute_interactive(code, timeout=timeout, output_hook=output)
-    return "".join(printed), reply["content"]
+@pytest.fixture(params=["cold", "warm"])
+def guest(request: pytest.FixtureRequest) -> Iterator[Guest]:
+    """Whatever a kernel does, it does whether or not it has been warmed up."""
+    with in_guest() as made:
+        if request.param == "warm":
+            made.warm_up()
+        yield made
 
 
 def collect(client: BlockingKernelClient, msg_id: str, each: Callable[[int], None]) -> str:
@@ -111,7 +60,7 @@ def collect(client: BlockingKernelClient, msg_id: str, each: Callable[[int], Non
 
 
 def test_hello_says_who_the_guest_is(guest: Guest) -> None:
-    assert guest.hello["version"] == 1
+    assert guest.hello["version"] == 2
     assert guest.hello["vcpus"] == 1
 
 
@@ -292,7 +241,7 @@ def test_a_kernel_with_its_own_argv(guest: Guest) -> None:
     script = guest.folder / "toy.py"
     script.write_text(TOY_KERNEL)
     connection_file = "/run/cantelop/kernel/connection.json"
-    guest.host.start(argv=["python", str(script), connection_file, "--more"])
+    guest.host.bind(argv=["python", str(script), connection_file, "--more"])
     guest.host.expect("done")
     guest.host.expect("ready")
     client = guest.client()
@@ -302,7 +251,7 @@ def test_a_kernel_with_its_own_argv(guest: Guest) -> None:
 
 
 def test_a_kernel_that_cannot_start_says_why(guest: Guest) -> None:
-    guest.host.start(argv=["/no/such/kernel"])
+    guest.host.bind(argv=["/no/such/kernel"])
     guest.host.expect("done")
     assert guest.host.expect("exited")["exit_code"] == 1
     assert b"/no/such/kernel" in guest.host.log
@@ -310,7 +259,7 @@ def test_a_kernel_that_cannot_start_says_why(guest: Guest) -> None:
 
 def test_only_one_kernel_per_guest(guest: Guest) -> None:
     guest.start()
-    guest.host.start()
+    guest.host.bind()
     assert "already" in guest.host.expect("failed")["reason"]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELLO = {
     "type": "hello",
-    "version": 1,
+    "version": 2,
     "boot_id": "b",
     "release": "r",
     "memory": 1,

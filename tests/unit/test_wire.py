@@ -12,7 +12,7 @@ from cantelop_kernels import wire
 
 HELLO = {
     "type": "hello",
-    "version": 1,
+    "version": 2,
     "boot_id": "b",
     "release": "6.12",
     "memory": 512 << 20,

@@ -72,7 +72,7 @@ def start(vm: GuestVm, **fields: Any) -> BlockingKernelClient:
     """From power-on to the first answer, with the times of it all in `vm.marks`."""
     vm.host.accept()
     vm.mark("hello")
-    vm.host.start(**fields)
+    vm.host.bind(**fields)
     vm.host.expect("done")
     vm.host.expect("ready")
     vm.mark("ready")
