@@ -8,35 +8,36 @@ with its descriptors open. It gives up all rights before it reads the first byte
 - relays the five channels: client's ipc socket, vsock, guest;
 - keeps the last lines of console, kernel output and VMM messages.
 
-It ends when the daemon's end of the control line closes.
+It listens for the daemon, and serves on without one once its session is bound: the next daemon
+takes the line up again. It ends when the daemon leaves an unbound sandbox, and, with nobody to
+tell, some time after its client has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import socket
-from collections.abc import Callable
 from typing import Any
 
-from cantelop_kernels import jail, link, vsock, wire
-from cantelop_kernels.relay import Relay
-from cantelop_kernels.tail import Tail, printable
+from cantelop_kernels import jail, link, wire
+from cantelop_kernels.caller import DaemonLine, Lease
+from cantelop_kernels.channels import Channels
+from cantelop_kernels.logbook import Logbook
+from cantelop_kernels.tail import printable
 
-MAX_RELAYS = 256
-CHUNK = 256 * 1024
 _MAX_TEXT = 300
 _LAST_BYTES = 1.5
-_DIAL_DEADLINE = 10.0
 _MAX_INT = 1 << 62
+ORPHANED = 60.0
+"""Seconds without a daemon after which a session whose client has ended is given up."""
 
 
 def main() -> None:
     """Entry point; the arguments are file descriptors and ids that `sandbox` opened and chose."""
     parser = argparse.ArgumentParser()
-    for name in ("control", "guest", "log", "console", "vmm-log", "uid", "gid"):
+    for name in ("daemon", "guest", "log", "console", "vmm-log", "uid", "gid"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
     jail.drop_privileges(args.uid, args.gid)
@@ -48,183 +49,34 @@ async def _serve(args: argparse.Namespace) -> None:
     logs = Logbook(args.console, args.vmm_log, socket.socket(fileno=args.log))
     channels = Channels()
     attendant = Attendant(
-        socket.socket(fileno=args.control), socket.socket(fileno=args.guest), channels, logs
+        socket.socket(fileno=args.daemon), socket.socket(fileno=args.guest), channels, logs
     )
     await attendant.over.wait()
 
 
-class Logbook:
-    """The three logs, each a bounded tail: guest console, kernel process, VMM and helper."""
-
-    def __init__(self, console: int, vmm: int, kernel: socket.socket) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._tails = {console: Tail(link.LOG_TAIL), vmm: Tail(link.LOG_TAIL)}
-        self._console, self._vmm = console, vmm
-        self._kernel = Tail(link.LOG_TAIL)
-        for fd in self._tails:
-            os.set_blocking(fd, False)
-            self._loop.add_reader(fd, self._read, fd)
-        kernel.setblocking(False)
-        self._loop.add_reader(kernel.fileno(), self._accept, kernel)
-
-    def texts(self) -> dict[str, str]:
-        """What is there now, with what still lies in the pipes."""
-        for fd in self._tails:
-            while self._read(fd):
-                pass
-        return {
-            "console": self._tails[self._console].text(),
-            "kernel": self._kernel.text(),
-            "vmm": self._tails[self._vmm].text(),
-        }
-
-    def _read(self, fd: int) -> bool:
-        try:
-            data = os.read(fd, 65536)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.remove_reader(fd)
-        self._tails[fd].feed(data)
-        return bool(data)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """The guest has one log connection at a time; a further one waits in the backlog."""
-        connection, _ = listener.accept()
-        connection.setblocking(False)
-        self._loop.remove_reader(listener.fileno())
-        self._loop.add_reader(connection.fileno(), self._read_kernel, connection, listener)
-
-    def _read_kernel(self, connection: socket.socket, listener: socket.socket) -> None:
-        try:
-            data = connection.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self._kernel.feed(data)
-            return
-        self._loop.remove_reader(connection.fileno())
-        connection.close()
-        self._loop.add_reader(listener.fileno(), self._accept, listener)
-
-
-class Channels:
-    """The clients' side of the five channels, and the relays behind it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._listeners: list[socket.socket] = []
-        self._relays: set[Relay] = set()
-        self._finished: Callable[[], None] | None = None
-        self._dials: set[asyncio.Task[None]] = set()
-
-    def give(self, listeners: list[socket.socket]) -> None:
-        """Take the five listening sockets, in the order of `wire.CHANNELS`; not served yet."""
-        self._listeners = listeners
-
-    def open(self) -> None:
-        """Serve the clients: the guest listens now (before that, a dial would be in vain)."""
-        for port, listener in zip(wire.CHANNEL_PORTS.values(), self._listeners, strict=True):
-            listener.setblocking(False)
-            self._loop.add_reader(listener.fileno(), self._accept, listener, port)
-
-    def finish(self, seconds: float, finished: Callable[[], None]) -> None:
-        """The kernel has ended: let clients read its last bytes, but no longer than `seconds`.
-
-        `finished` is called once, when no connection is left.
-        """
-        self._stop_accepting()
-        self._finished = finished
-        self._loop.call_later(seconds, self.close)
-        self._look_if_finished()
-
-    def close(self) -> None:
-        """End every connection at once, so that no client waits on a kernel that is gone."""
-        self._stop_accepting()
-        for relay in list(self._relays):
-            relay.close()
-        self._look_if_finished()
-
-    def _stop_accepting(self) -> None:
-        for listener in self._listeners:
-            self._loop.remove_reader(listener.fileno())
-            listener.close()
-        self._listeners = []
-        for dial in self._dials:
-            dial.cancel()
-
-    def _relay_closed(self, relay: Relay) -> None:
-        self._relays.discard(relay)
-        self._look_if_finished()
-
-    def _look_if_finished(self) -> None:
-        if self._finished is not None and not self._relays:
-            finished, self._finished = self._finished, None
-            finished()
-
-    def _accept(self, listener: socket.socket, port: int) -> None:
-        try:
-            client, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        if len(self._relays) + len(self._dials) >= MAX_RELAYS:
-            client.close()
-            return
-        client.setblocking(False)
-        dial = asyncio.ensure_future(self._join(client, port))
-        self._dials.add(dial)
-        dial.add_done_callback(self._dials.discard)
-
-    async def _join(self, client: socket.socket, port: int) -> None:
-        """A guest that does not answer costs its client the connection, after a while."""
-        try:
-            async with asyncio.timeout(_DIAL_DEADLINE):
-                guest, early = await vsock.dial(vsock.SOCKET, port)
-            client.sendall(early)  # at most a few KiB, into an empty buffer
-        except (OSError, TimeoutError):
-            client.close()
-            return
-        except asyncio.CancelledError:
-            client.close()
-            raise
-        self._relays.add(
-            Relay(
-                self._loop,
-                client,
-                guest,
-                to_left=CHUNK,
-                to_right=CHUNK,
-                on_close=self._relay_closed,
-            )
-        )
-
-
 class Attendant:
-    """Joins the daemon's control line and the guest's. `over` is set when the daemon is gone."""
+    """Joins the daemon's line and the guest's. `over` is set when there is nothing left to do."""
 
     def __init__(
         self,
-        control: socket.socket,
+        daemon_listener: socket.socket,
         guest_listener: socket.socket,
         channels: Channels,
         logs: Logbook,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._control = control
+        self._daemon = DaemonLine(daemon_listener, self._from_daemon, self._without_daemon)
+        self._lease = Lease(self._without_daemon)
         self._channels = channels
         self._logs = logs
         self._guest: socket.socket | None = None
         self._lost = ""
+        self._bound = False
         self._decoder = wire.Decoder(wire.FROM_GUEST)
         self._asked: set[int] = set()
         self._said: set[str] = set()
-        self._unsent: list[bytes] = []
         self.over = asyncio.Event()
-        control.setblocking(False)
         guest_listener.setblocking(False)
-        self._loop.add_reader(control.fileno(), self._from_daemon)
         self._loop.add_reader(guest_listener.fileno(), self._accept_guest, guest_listener)
 
     def _accept_guest(self, listener: socket.socket) -> None:
@@ -235,24 +87,43 @@ class Attendant:
         self._guest.setblocking(False)
         self._loop.add_reader(self._guest.fileno(), self._from_guest)
 
-    def _from_daemon(self) -> None:
-        try:
-            packet, fds, _, _ = socket.recv_fds(self._control, link.MAX_PACKET, 5)
-        except BlockingIOError:
+    def _without_daemon(self) -> None:
+        """The daemon has gone, or the client has: go on, unless that serves nobody."""
+        if self._daemon.connected:
             return
-        except OSError:
-            packet, fds = b"", []
-        if not packet:
-            self._channels.close()
-            self.over.set()
-            return
+        if not self._bound:
+            self._give_up()
+        elif self._lease.over:
+            self._loop.call_later(ORPHANED, self._give_up_if_orphaned)
+
+    def _give_up_if_orphaned(self) -> None:
+        if not self._daemon.connected and self._lease.over:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The guest powers off when it loses its control line."""
+        self._channels.close()
+        self.over.set()
+
+    def _from_daemon(self, packet: bytes, fds: list[int]) -> None:
         message = link.decode(packet, link.TO_ATTENDANT)
-        if message["type"] == "logs_request":
-            self._tell({"type": "logs", "id": message["id"], **self._logs.texts()})
-            return
-        if message["type"] == "start":
-            self._channels.give([socket.socket(fileno=fd) for fd in fds])
-        self._pass_on(message)
+        match message["type"]:
+            case "logs_request":
+                to_client, to_kernel = self._channels.traffic()
+                sums = {"to_client": to_client, "to_kernel": to_kernel}
+                answer = {"type": "logs", "id": message["id"], **self._logs.texts(), **sums}
+                self._daemon.tell(answer)
+            case "lease":
+                self._lease.renew(fds[0])
+                self._daemon.tell({"type": "done", "id": message["id"]})
+            case "bind":
+                *listeners, lease = fds
+                self._bound = True
+                self._channels.give([socket.socket(fileno=fd) for fd in listeners])
+                self._lease.renew(lease)
+                self._pass_on(message)
+            case _:
+                self._pass_on(message)
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         """To the guest. Its line takes 64 KiB at once or is stuck; either way nothing is kept."""
@@ -263,7 +134,9 @@ class Attendant:
                 raise OSError(self._lost or "the guest's control line is stuck")
         except (OSError, wire.WireError) as error:
             self._asked.discard(message["id"])
-            self._tell({"type": "failed", "id": message["id"], "reason": printable(str(error))})
+            self._daemon.tell(
+                {"type": "failed", "id": message["id"], "reason": printable(str(error))}
+            )
 
     def _from_guest(self) -> None:
         assert self._guest is not None
@@ -292,11 +165,11 @@ class Attendant:
         self._said.add(kind)
         modest = {key: _modest(value) for key, value in message.items()}
         if kind == "exited":
-            self._channels.finish(_LAST_BYTES, lambda: self._tell(modest))
+            self._channels.finish(_LAST_BYTES, lambda: self._daemon.tell(modest, keep=True))
             return
         if kind == "ready":
             self._channels.open()
-        self._tell(modest)
+        self._daemon.tell(modest, keep=kind == "hello")
 
     def _lose_guest(self, reason: str) -> None:
         assert self._guest is not None
@@ -305,25 +178,7 @@ class Attendant:
         self._guest = None
         self._lost = reason
         self._channels.close()
-        self._tell({"type": "lost", "reason": printable(reason)})
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        """To the daemon; what it cannot take now waits (few: only what was asked for is passed)."""
-        self._unsent.append(link.encode(message))
-        self._flush()
-
-    def _flush(self) -> None:
-        while self._unsent:
-            try:
-                self._control.send(self._unsent[0])
-            except BlockingIOError:
-                self._loop.add_writer(self._control.fileno(), self._flush)
-                return
-            except OSError:
-                self.over.set()
-                return
-            del self._unsent[0]
-        self._loop.remove_writer(self._control.fileno())
+        self._daemon.tell({"type": "lost", "reason": printable(reason)}, keep=True)
 
 
 def _modest(value: object) -> object:

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from pathlib import Path
 
 from cantelop_kernels import trees, vsock, wire
@@ -38,16 +38,21 @@ class EndpointFolders:
                 hint=f"move the daemon's socket up by {longest - _SUN_PATH} characters or more",
             )
 
-    async def prepare(self) -> None:
-        """Make `base` anew and empty; whatever an earlier daemon left there is dead.
+    async def prepare(self, keep: Collection[str] = ()) -> None:
+        """Make `base`, with nothing in it but the endpoints to `keep`, by token.
 
         What cannot be removed is set aside and logged: a user's folder keeps nobody from serving.
         """
         for old in trees.leftovers(self.base.parent, self.base.name):
             await _tried(trees.remove_leftover(old))
-        await _tried(trees.remove(self.base))
-        self.base.mkdir(mode=0o711)
-        self.base.chmod(0o711)
+        if not keep:
+            await _tried(trees.remove(self.base))
+            self.base.mkdir(mode=0o711)
+            self.base.chmod(0o711)
+            return
+        for old in self.base.iterdir():
+            if old.name not in keep:
+                await _tried(trees.remove(old))
 
     async def close(self) -> None:
         """Take `base` away, once no session is left."""

@@ -70,6 +70,12 @@ def available_from_meminfo(meminfo: str) -> int:
     return int(found.group(1)) * 1024 if found else 0
 
 
+def memory_total() -> int:
+    """Bytes of this machine (`MemTotal`)."""
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _read(_MEMINFO), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
 def memory_available() -> int:
     """`available_from_meminfo` of this machine."""
     return available_from_meminfo(_read(_MEMINFO))

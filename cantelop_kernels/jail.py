@@ -9,6 +9,8 @@ Layout of `<state>/sandboxes/<slot.name>/` (0750, root and the slot's group):
 
 - `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets
 - `scratch.img`  the writable disk (`scratch` makes it)
+- `attendant.sock`  where the attendant listens for the daemon (0600, root)
+- `session.json`  what a later daemon needs to adopt the sandbox (0600, root; `record`)
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import ctypes
 import os
 import resource
 import shutil
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,7 @@ class Jail:
     def confined(self, argv: Sequence[str], *, uid: int | None = None) -> list[str]:
         """The command line that runs `argv` with the rights of this jail (and none else).
 
-        It dies with the daemon that started it: until sessions can be adopted by another daemon, a
-        sandbox without one would serve nobody.
+        It outlives the daemon, whose successor adopts it or ends it.
         """
         uid = self.slot.vmm_uid if uid is None else uid
         return [
@@ -55,7 +55,6 @@ class Jail:
             "--no-new-privs",
             "--bounding-set=-all",
             "--inh-caps=-all",
-            "--pdeathsig=KILL",
             "--",
             *("prlimit", "--core=0", f"--nofile={_MAX_FILES}", "--"),
             *argv,
@@ -66,7 +65,6 @@ ISOLATE = ("unshare", "--net", "--ipc", "--uts", "--")
 """util-linux unshare(1): namespaces in which there is nothing to reach."""
 
 
-_PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES = range(64)
@@ -90,8 +88,6 @@ def drop_privileges(uid: int, gid: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG")
     if os.getuid() != uid or os.geteuid() != uid:
         raise OSError("still the old user after setresuid")
 

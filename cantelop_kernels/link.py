@@ -1,20 +1,24 @@
 """The daemon's end of the line to an attendant.
 
-Layer 4. A SOCK_SEQPACKET pair: one JSON object a packet, so nothing has to be framed and nothing
-can be longer than the receive buffer. What an attendant passes on from a guest keeps the schema of
-`wire.FROM_GUEST`; it is checked again here, since the attendant is the one that talks to the guest.
+Layer 4. A SOCK_SEQPACKET connection: one JSON object a packet, so nothing has to be framed and
+nothing can be longer than the receive buffer. The attendant listens, in a folder that only root can
+change, so that a daemon that comes after this one can take the line up again. What an attendant
+passes on from a guest keeps the schema of `wire.FROM_GUEST`; it is checked again here, since the
+attendant is the one that talks to the guest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from cantelop_kernels import wire
+from cantelop_kernels import vsock, wire
 from cantelop_kernels.errors import DeadlineExceeded, SandboxGone
 from cantelop_kernels.schema import Logs
 
@@ -24,13 +28,24 @@ LOG_TAIL = 5000
 
 _REQUEST_DEADLINE = 10.0
 
+SOCKET = "attendant.sock"
+"""Name of the attendant's listening socket in the sandbox's folder."""
+
 TO_ATTENDANT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    **wire.TO_GUEST,  # passed on; `start` brings the five listening sockets along
+    **wire.TO_GUEST,  # passed on; `bind` brings the five listening sockets and a lease along
     "logs_request": {"id": (int,)},
+    "lease": {"id": (int,)},  # brings a pidfd along: of the client's process, from now on
 }
 FROM_ATTENDANT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     **wire.FROM_GUEST,
-    "logs": {"id": (int,), "console": (str,), "kernel": (str,), "vmm": (str,)},
+    "logs": {
+        "id": (int,),
+        "console": (str,),
+        "kernel": (str,),
+        "vmm": (str,),
+        "to_client": (int,),  # bytes of the five channels so far
+        "to_kernel": (int,),
+    },
     "lost": {"reason": (str,)},  # the guest is gone, or broke the rules of its channel
 }
 
@@ -48,8 +63,32 @@ def decode(packet: bytes, schemas: Mapping[str, Mapping[str, tuple[type, ...]]])
     return wire.check(message, schemas)
 
 
+def listen(folder: Path) -> socket.socket:
+    """The attendant's socket in `folder`, which only root can change or enter by right."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        vsock.bind(listener, folder, SOCKET)
+        (folder / SOCKET).chmod(0o600)
+        listener.listen(4)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(folder: Path) -> Link:
+    """A line to the attendant that listens in `folder`. Raises SandboxGone where none does."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        vsock.connect(sock, folder, SOCKET)
+    except OSError as error:
+        sock.close()
+        raise SandboxGone(f"its attendant does not listen: {error.strerror}") from error
+    return Link(sock)
+
+
 class Link:
-    """Owns `sock`. `hello`, `ready` and `exited` are what the guest says, each at most once.
+    """Owns `sock`. The futures are what the guest says, each at most once.
 
     When the guest or the attendant is lost they fail with SandboxGone instead.
     """
@@ -57,14 +96,22 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
-        self._ids = count(1)
+        self._ids = count(secrets.randbits(48))  # an answer to an earlier daemon is none to us
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.hello: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.warm: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.exited: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._loop.add_reader(sock.fileno(), self._readable)
 
-    async def request(self, type_: str, fds: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
+    async def request(
+        self,
+        type_: str,
+        fds: Sequence[int] = (),
+        *,
+        deadline: float = _REQUEST_DEADLINE,
+        **fields: Any,
+    ) -> dict[str, Any]:
         """Ask and await the answer. Raises SandboxGone (also where the guest refuses) and
         DeadlineExceeded."""
         number = next(self._ids)
@@ -72,7 +119,7 @@ class Link:
         self._answers[number] = answer
         try:
             self._send({"type": type_, "id": number, **fields}, fds)
-            async with asyncio.timeout(_REQUEST_DEADLINE):
+            async with asyncio.timeout(deadline):
                 message = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"the sandbox did not answer {type_!r} in time") from None
@@ -86,6 +133,11 @@ class Link:
         """The last lines of console, kernel and VMM, already made printable."""
         message = await self.request("logs_request")
         return Logs(message["console"], message["kernel"], message["vmm"])
+
+    async def traffic(self) -> tuple[int, int]:
+        """Bytes of the channels so far: to the client, to the kernel."""
+        message = await self.request("logs_request")
+        return message["to_client"], message["to_kernel"]
 
     def close(self) -> None:
         """Idempotent; whoever still waits gets SandboxGone."""
@@ -131,7 +183,7 @@ class Link:
 
     def _lost(self, reason: str) -> None:
         gone = SandboxGone(f"the sandbox is gone: {reason}")
-        for future in (self.hello, self.ready, self.exited, *self._answers.values()):
+        for future in (self.hello, self.warm, self.ready, self.exited, *self._answers.values()):
             if not future.done():
                 future.set_exception(gone)
                 future.exception()  # nobody has to wait for it

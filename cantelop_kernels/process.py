@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,18 @@ from typing import Any, ClassVar
 from .errors import CantelopError, DeadlineExceeded
 from .pipes import Capture, feed, read
 
-__all__ = ["DEVNULL", "CommandFailed", "Completed", "Process", "finish", "run", "wait_pidfd"]
+__all__ = [
+    "DEVNULL",
+    "UNKNOWN",
+    "CommandFailed",
+    "Completed",
+    "Identity",
+    "Process",
+    "finish",
+    "run",
+    "run_patiently",
+    "wait_pidfd",
+]
 
 TAIL = 4096
 """Characters of stderr kept for error messages."""
@@ -31,6 +42,12 @@ _GRACE = 2.0
 
 _AFTER_KILL = 10.0
 """Seconds in which the kernel must end a killed process; only one stuck in a device needs more."""
+
+UNKNOWN = 255
+"""Return code of an adopted process: only a parent learns the real one."""
+
+_NOT_STARTED = 127
+_PAUSES = (0.1, 0.3, 1.0, 3.0)
 
 _DRAIN = 1.0
 """Seconds to read what is left in the pipes once the command has ended."""
@@ -82,7 +99,7 @@ async def wait_pidfd(fd: int) -> None:
         os.close(own)
 
 
-async def finish(work: Coroutine[Any, Any, None]) -> None:
+async def finish(work: Awaitable[None]) -> None:
     """Await `work` to its end, even when the caller is cancelled (again) meanwhile: for undoing."""
     task = asyncio.ensure_future(work)
     try:
@@ -92,16 +109,60 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-class Process:
-    """A spawned, long-running child. Make one with `Process.spawn`, inside a running loop."""
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process, and no other that gets its pid later: `start` is in clock ticks since boot
+    (proc(5), /proc/pid/stat field 22)."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], pidfd: int) -> None:
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        """Raises ProcessLookupError where it has ended (a zombie has)."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            raise ProcessLookupError(pid) from None
+        state, *fields = stat.rpartition(")")[2].split()
+        if state in ("Z", "X"):
+            raise ProcessLookupError(pid)
+        return cls(pid, int(fields[18]))
+
+    def open(self) -> int:
+        """A pidfd, which the caller closes. Raises ProcessLookupError where it has ended."""
+        fd = os.pidfd_open(self.pid)
+        try:
+            if Identity.of(self.pid) != self:
+                raise ProcessLookupError(self.pid)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+class Process:
+    """A long-running process: spawned as a child, or adopted from a daemon that died.
+
+    Make one with `Process.spawn` or `Process.adopt`, inside a running loop.
+    """
+
+    def __init__(self, pid: int, pidfd: int, popen: subprocess.Popen[bytes] | None) -> None:
+        self.pid = pid
         self._popen = popen
         self._pidfd = pidfd
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._loop.add_reader(pidfd, self._on_exit)
+
+    @classmethod
+    def adopt(cls, identity: Identity) -> Process:
+        """Watch a process that is no child of this one: how it ends cannot be known (`UNKNOWN`).
+
+        Raises ProcessLookupError where it has ended.
+        """
+        return cls(identity.pid, identity.open(), None)
 
     @classmethod
     def spawn(
@@ -135,15 +196,11 @@ class Process:
             start_new_session=new_session,
             umask=umask,
         )
-        return cls(popen, _pidfd_of(popen))
+        return cls(popen.pid, _pidfd_of(popen), popen)
 
     def __repr__(self) -> str:
         state = "running" if self.returncode is None else f"ended {self.returncode}"
         return f"<Process {self.pid} {state}>"
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     @property
     def pidfd(self) -> int:
@@ -191,7 +248,7 @@ class Process:
             self._pidfd = -1
 
     def _on_exit(self) -> None:
-        returncode = self._popen.poll()
+        returncode = self._popen.poll() if self._popen is not None else UNKNOWN
         if returncode is None:
             return  # never seen: a pidfd is readable only after the end
         self._loop.remove_reader(self._pidfd)
@@ -244,12 +301,24 @@ async def run(
     return result
 
 
+async def run_patiently(argv: Sequence[str], *, deadline: float, check: bool = True) -> Completed:
+    """As `run`, for undoing: a host that has no process to spare may have one in a moment."""
+    for pause in _PAUSES:
+        try:
+            return await run(argv, deadline=deadline, check=check)
+        except CommandFailed as error:
+            if error.returncode != _NOT_STARTED:
+                raise
+            await asyncio.sleep(pause)
+    return await run(argv, deadline=deadline, check=check)
+
+
 def _popen(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(list(argv), **options)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CommandFailed(argv[0], 127, f"cannot be started: {why}") from error
+        raise CommandFailed(argv[0], _NOT_STARTED, f"cannot be started: {why}") from error
 
 
 def _pidfd_of(popen: subprocess.Popen[bytes]) -> int:
@@ -259,7 +328,7 @@ def _pidfd_of(popen: subprocess.Popen[bytes]) -> int:
     except OSError as error:
         popen.kill()
         popen.wait()
-        raise CommandFailed(str(popen.pid), 127, f"no pidfd: {error.strerror}") from error
+        raise CommandFailed(str(popen.pid), _NOT_STARTED, f"no pidfd: {error.strerror}") from error
 
 
 async def _end_group(popen: subprocess.Popen[bytes], pidfd: int, pipes: asyncio.Task[None]) -> None:

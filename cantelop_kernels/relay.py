@@ -51,6 +51,12 @@ class Relay:
         for pump in self._pumps:
             pump.resume()
 
+    @property
+    def passed(self) -> tuple[int, int]:
+        """Bytes so far: to the left, to the right."""
+        to_right, to_left = self._pumps
+        return to_left.passed, to_right.passed
+
     def close(self) -> None:
         """Close both sides; harmless when they are closed already."""
         if self._closed:
@@ -73,6 +79,7 @@ class _Pump:
         self._sink = sink
         self._chunk = chunk
         self._rest = memoryview(b"")
+        self.passed = 0
 
     def resume(self) -> None:
         self._loop.add_reader(self._source.fileno(), self._readable)
@@ -87,6 +94,7 @@ class _Pump:
         if not data:  # all that came before has been sent: a pump reads only when it holds nothing
             self._relay.close()
             return
+        self.passed += len(data)
         rest = self._send(memoryview(data))
         if rest is None:
             self._relay.close()

@@ -1,6 +1,6 @@
 """One microVM with everything around it: taken step by step, given back in reverse.
 
-Layer 4. `launch` reads as the order in which a sandbox comes to be. Each step's undo is registered
+Layer 4. `boot` reads as the order in which a sandbox comes to be. Each step's undo is registered
 as it is made, so whatever fails, nothing is left; and whatever fails is told with its step and the
 last lines of the guest's console.
 """
@@ -13,17 +13,24 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cantelop_kernels import jail, scratch, vsock, wire
-from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError, SandboxGone
+from cantelop_kernels import jail, record, scratch, vsock, wire
+from cantelop_kernels.errors import (
+    CantelopError,
+    DeadlineExceeded,
+    ImageError,
+    LaunchError,
+    SandboxGone,
+)
 from cantelop_kernels.image import Image, ImageStore
 from cantelop_kernels.jail import Jail
-from cantelop_kernels.link import Link
+from cantelop_kernels.link import Link, connect, listen
 from cantelop_kernels.process import Process, finish
+from cantelop_kernels.record import Running, SessionRecord
 from cantelop_kernels.schema import Logs
 from cantelop_kernels.slot import Slot, SlotTable
 from cantelop_kernels.uids import kill_all
@@ -31,6 +38,8 @@ from cantelop_kernels.vmm import Drive, Machine, Vmm, VmSpec
 
 _LOGS_DEADLINE = 1.0
 _CAUSE_DEADLINE = 0.5
+_BIND_DEADLINE = 5.0
+"""Seconds for the guest to take a `bind`; a healthy one needs a few hundredths."""
 _NO_LOGS = Logs("", "", "")
 
 
@@ -48,28 +57,90 @@ class Plan:
 
 
 class Sandbox:
-    """A booted guest whose agent has said hello. Belongs to nobody until `start`."""
+    """A booted guest whose agent has said hello. Belongs to nobody until `bind`.
 
-    def __init__(self, slot: Slot, link: Link, machine: Machine, attendant: Process) -> None:
-        self.slot = slot
+    Whoever holds one destroys it, once or more often, however its life went.
+    """
+
+    def __init__(self, place: Jail, link: Link, machine: Machine, attendant: Process) -> None:
+        self.place = place
         self.link = link
+        self.taken = False
+        """Whether the guest has taken a `bind`."""
         self._machine = machine
         self._attendant = attendant
+        self._undo = AsyncExitStack()
+        self._destruction: asyncio.Future[None] | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"<Sandbox {self.slot.name} {self._machine!r}>"
+        return f"<Sandbox {self.place.slot.name} {self._machine!r}>"
 
-    async def start(self, listeners: Sequence[socket.socket], deadline: float, **what: Any) -> None:
-        """Start the kernel behind `listeners`; returns once it listens on all its channels.
+    @property
+    def processes(self) -> dict[str, Process]:
+        """Every process of it on the host, by what it is."""
+        return {
+            "attendant": self._attendant,
+            "machine": self._machine.process,
+            **self._machine.helpers,
+        }
 
-        `what` are the fields of `wire.TO_GUEST["start"]` that the caller decides; clock and entropy
-        are added here. Called once. Raises LaunchError where the kernel ends instead.
+    @property
+    def alive(self) -> bool:
+        """Whether all of them run."""
+        return all(one.returncode is None for one in self.processes.values())
+
+    def owns(self, undo: AsyncExitStack) -> None:
+        """Take over what has to be undone when this sandbox is destroyed."""
+        self._undo = undo
+
+    def on_destroyed(self, callback: Callable[[], None]) -> None:
+        """Called once, when nothing of it is left, or as much has gone as can."""
+        self._callbacks.append(callback)
+
+    async def destroy(self) -> None:
+        """Returns once nothing of it is left, also to those who come second; goes on to its end
+        where its caller is cancelled. Raises CantelopError where something stays."""
+        if self._destruction is None:
+            record.remove(self.place.folder)
+            self._destruction = asyncio.ensure_future(self._destroy())
+        await finish(self._destruction)
+
+    async def _destroy(self) -> None:
+        try:
+            await self._undo.aclose()
+        finally:
+            for callback in self._callbacks:
+                callback()
+
+    async def warm_up(self, deadline: float) -> int:
+        """Have the kernel started and exercised, for whoever comes; returns the bytes of memory in
+        use in the guest then. Called once, before `bind`. Raises as `bind` does."""
+        await self.link.request("warm_up")
+        await self._first(self.link.warm, self.link.exited, deadline)
+        return int(self.link.warm.result()["memory_used"])
+
+    async def bind(
+        self, listeners: Sequence[socket.socket], lease: int, deadline: float, **what: Any
+    ) -> None:
+        """Make it one session's; returns once the kernel listens on all its channels.
+
+        `lease` is a pidfd of the client. `what` are the fields of `wire.TO_GUEST["bind"]` that the
+        caller decides; clock and entropy are added here. Called once. Raises LaunchError where the
+        kernel ends instead, SandboxGone and DeadlineExceeded where the sandbox does not answer.
         """
-        fds = [listener.fileno() for listener in listeners]
+        fds = [*(listener.fileno() for listener in listeners), lease]
         entropy = os.urandom(64).hex()
+        now = time.time_ns()
         await self.link.request(
-            "start", fds, **what, time_ns=time.time_ns(), entropy=entropy, hostname="sandbox"
+            "bind",
+            fds,
+            deadline=_BIND_DEADLINE,
+            **what,
+            time_ns=now,
+            entropy=entropy,
         )
+        self.taken = True
         await self._first(self.link.ready, self.link.exited, deadline)
 
     async def ended(self) -> dict[str, Any]:
@@ -196,21 +267,61 @@ def explained(error: Exception, step: str, logs: Logs) -> LaunchError:
     )
 
 
-@asynccontextmanager
-async def launch(
-    plan: Plan, vmm: Vmm, slots: SlotTable, on_step: Callable[[str], None]
-) -> AsyncIterator[Sandbox]:
-    """A booted sandbox; leaving the context destroys it, whatever state it is in.
+async def boot(
+    plan: Plan, vmm: Vmm, slots: SlotTable, on_step: Callable[[str], None] = lambda _: None
+) -> Sandbox:
+    """A booted sandbox, which the caller destroys. Where this fails nothing is left.
 
     Raises LaunchError with `step` and `console` in its details.
     """
     steps = _Steps(on_step)
-    async with AsyncExitStack() as stack:
-        try:
-            sandbox = await _acquire(plan, vmm, slots, stack, steps)
-        except (CantelopError, OSError) as error:
-            raise await steps.explain(error) from error
-        yield sandbox
+    stack = AsyncExitStack()
+    try:
+        sandbox = await _acquire(plan, vmm, slots, stack, steps)
+    except BaseException as error:
+        failure = None
+        if isinstance(error, CantelopError | OSError):
+            failure = await steps.explain(error)
+        await finish(stack.aclose())
+        if failure is not None:
+            raise failure from error
+        raise
+    sandbox.owns(stack)
+    return sandbox
+
+
+async def adopt(plan: Plan, slots: SlotTable, slot: Slot, known: SessionRecord) -> Sandbox:
+    """The sandbox of a session that an earlier daemon has left alive. Where this fails it is
+    destroyed. Raises SandboxGone."""
+    stack = AsyncExitStack()
+    place = Jail(slot, jail.sandboxes(plan.state) / slot.name)
+    try:
+        slots.take(slot)
+        stack.callback(slots.release, slot)
+        with suppress(ImageError):  # it may have been removed; the machine has it open
+            stack.enter_context(plan.images.hold(plan.image))
+        stack.push_async_callback(_destroy, place, slots)
+        attendant = _adopted(stack, known.attendant)
+        helpers = {name: _adopted(stack, one) for name, one in known.helpers.items()}
+        machine = Machine(_adopted(stack, known.machine), helpers)
+        link = connect(place.folder)
+        stack.callback(link.close)
+    except BaseException as error:
+        await finish(stack.aclose())
+        if isinstance(error, CantelopError | OSError):
+            raise SandboxGone(f"its sandbox is gone: {error}") from error
+        raise
+    sandbox = Sandbox(place, link, machine, attendant)
+    sandbox.owns(stack)
+    return sandbox
+
+
+def _adopted(stack: AsyncExitStack, known: Running) -> Process:
+    """A process of that sandbox, and its end as undo."""
+    process = Process.adopt(known.identity)
+    stack.callback(process.close)
+    stack.push_async_callback(process.stop, 0.0)
+    return process
 
 
 async def _acquire(
@@ -223,7 +334,7 @@ async def _acquire(
         stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
         place = jail.make(plan.state, slot)
-        stack.push_async_callback(lambda: finish(_destroy(place, slots)))
+        stack.push_async_callback(_destroy, place, slots)
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
     with step("attendant"):
@@ -234,7 +345,7 @@ async def _acquire(
             vmm.run(_spec(plan, disk), place, console=pipes.console[1], log=pipes.log[1])
         )
         pipes.close_writers()
-        sandbox = step.sandbox = Sandbox(slot, link, machine, attendant)
+        sandbox = step.sandbox = Sandbox(place, link, machine, attendant)
     with step("guest boot"):
         await sandbox.hello(plan.boot_deadline)
     return sandbox
@@ -302,23 +413,20 @@ def _close(fd: int) -> int:
 @asynccontextmanager
 async def _attendant(place: Jail, pipes: _Pipes) -> AsyncIterator[tuple[Link, Process]]:
     """Start the attendant with its descriptors; leaving the context ends it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    link = Link(ours)
+    with listen(place.folder) as listener:
+        process = _spawn_attendant(place, pipes, listener)
     try:
-        with theirs:
-            process = _spawn_attendant(place, pipes, theirs)
+        link = connect(place.folder)
         try:
             yield link, process
         finally:
             link.close()
-            await process.stop(0.0)
-            process.close()
     finally:
-        link.close()
+        await process.stop(0.0)
+        process.close()
 
 
-def _spawn_attendant(place: Jail, pipes: _Pipes, control: socket.socket) -> Process:
+def _spawn_attendant(place: Jail, pipes: _Pipes, daemon: socket.socket) -> Process:
     slot = place.slot
     owner = {"uid": slot.attendant_uid, "gid": slot.gid}
     with (
@@ -326,7 +434,7 @@ def _spawn_attendant(place: Jail, pipes: _Pipes, control: socket.socket) -> Proc
         vsock.listen(place.run, wire.LOG_PORT, **owner) as log,
     ):
         fds = {
-            "control": control.fileno(),
+            "daemon": daemon.fileno(),
             "guest": guest.fileno(),
             "log": log.fileno(),
             "console": pipes.console[0],

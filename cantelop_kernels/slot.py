@@ -70,6 +70,10 @@ class SlotTable:
                 return Slot(index, self._uid_base)
         return None
 
+    def take(self, slot: Slot) -> None:
+        """Mark a slot as taken that is in use already; an adopted sandbox's."""
+        self._taken.add(slot.index)
+
     def release(self, slot: Slot) -> None:
         """Give it back; releasing twice is harmless. One in quarantine stays taken."""
         if slot.index not in self._quarantined:

@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 
 from cantelop_kernels.errors import CantelopError
-from cantelop_kernels.process import run
+from cantelop_kernels.process import run_patiently
 
 _DEADLINE = 60.0
 """Seconds for one tree. Millions of files take longer; then it is told, and stays set aside."""
@@ -43,7 +43,7 @@ async def remove_leftover(path: Path) -> None:
 
 async def _rm(path: Path) -> None:
     try:
-        await run(["rm", "-rf", "--one-file-system", "--", str(path)], deadline=_DEADLINE)
+        await run_patiently(["rm", "-rf", "--one-file-system", "--", str(path)], deadline=_DEADLINE)
     except CantelopError as error:
         raise CantelopError(
             f"{path} could not be removed: {error.message}",

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from cantelop_kernels.errors import DeadlineExceeded
-from cantelop_kernels.process import run, wait_pidfd
+from cantelop_kernels.process import run_patiently, wait_pidfd
 
 _DEADLINE = 10.0
 _EMPTY_LOOKS = 3
@@ -29,7 +29,9 @@ async def kill_all(uids: Iterable[int]) -> None:
     DeadlineExceeded where one does not die.
     """
     for uid in uids:
-        await run([*_as_user(uid), "sh", "-c", "kill -KILL -1"], deadline=_DEADLINE, check=False)
+        await run_patiently(
+            [*_as_user(uid), "sh", "-c", "kill -KILL -1"], deadline=_DEADLINE, check=False
+        )
         for pid in _of(range(uid, uid + 1)):
             await _ended(pid, uid)
 

@@ -50,6 +50,15 @@ def bind(listener: socket.socket, folder: Path, name: str) -> None:
         os.close(fd)
 
 
+def connect(sock: socket.socket, folder: Path, name: str) -> None:
+    """connect(2), likewise. Raises OSError."""
+    fd = os.open(folder, os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
+    try:
+        sock.connect(f"/proc/self/fd/{fd}/{name}")
+    finally:
+        os.close(fd)
+
+
 async def dial(path: str, port: int) -> tuple[socket.socket, bytes]:
     """Connect to a guest port; also returns what the guest had already said behind the `OK`.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cantelop_kernels.jail import Jail
-from cantelop_kernels.process import Process
+from cantelop_kernels.process import UNKNOWN, Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ class Machine:
 def _how(name: str, returncode: int) -> str:
     if returncode == 0:  # with -no-reboot a reset ends a machine as a power-off does
         return f"{name} ended: the guest powered off, rebooted or panicked"
+    if returncode == UNKNOWN:
+        return f"{name} ended"
     how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
     return f"{name} ended ({how})"
 
