@@ -10,23 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 from tornado.web import Application, HTTPError, RequestHandler
 
-from cantelop_kernels import __version__
-from cantelop_kernels.config import Config
 from cantelop_kernels.errors import BadRequest, CantelopError, NotFound, PermissionRefused
+from cantelop_kernels.peers import Peer
 from cantelop_kernels.schema import Info, SessionRequest
-from cantelop_kernels.sessions import Peer, Sessions
-from cantelop_kernels.vmm import Vmm
+from cantelop_kernels.sessions import Sessions
 
 MAX_BODY = 256 * 1024
 MAX_HEADER = 16 * 1024
@@ -165,6 +163,42 @@ class _Endpoints(_Handler):
         await self.finish({})
 
 
+class _Attach(_Handler):
+    async def post(self, session_id: str) -> None:
+        session = await self.sessions.attach(session_id, self.peer)
+        await self.finish(session.view().to_json())
+
+
+class _Stats(_Handler):
+    """Of one session, or of all that run and are the caller's."""
+
+    async def get(self, session_id: str = "") -> None:
+        if session_id:
+            usage = await self.sessions.usage(self.sessions.get(session_id, self.peer))
+            await self.finish(usage.to_json())
+            return
+        all_of_them = await self.sessions.usages(self.peer)
+        await self.finish({"stats": [one.to_json() for one in all_of_them]})
+
+
+class _Metrics(_Handler):
+    def initialize(self, sessions: Sessions, text: Callable[[], bytes]) -> None:  # type: ignore[override]
+        self.sessions = sessions
+        self._text = text
+
+    def get(self) -> None:
+        if self.peer.uid != 0:
+            raise PermissionRefused("only root may read the metrics", hint="scrape as root")
+        self.set_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.finish(self._text())
+
+
+class _Request(_Handler):
+    async def delete(self, request_id: str) -> None:
+        await self.sessions.take_back(request_id, self.peer)
+        await self.finish({})
+
+
 class _Missing(_Handler):
     def prepare(self) -> None:
         super().prepare()
@@ -179,31 +213,25 @@ async def _within(seconds: float, work: Awaitable[Any]) -> None:
         return
 
 
-def application(config: Config, state: str, vmm: Vmm, sessions: Sessions) -> Application:
+def application(
+    sessions: Sessions, info: Callable[[], Info], metrics: Callable[[], bytes]
+) -> Application:
     """Every resource in one table."""
-
-    def info() -> Info:
-        return Info(
-            version=__version__,
-            pid=os.getpid(),
-            state=state,
-            vmm=vmm.name,
-            emulated=vmm.emulated,
-            allow_emulation=config.allow_emulation,
-            sessions=sessions.live,
-            apps=sorted(config.apps),
-        )
-
     given = {"sessions": sessions}
     one = r"/v1/sessions/([A-Za-z0-9-]{1,64})"
     return Application(
         [
             (r"/v1/info", _Info, given | {"info": info}),
+            (r"/metrics", _Metrics, given | {"text": metrics}),
+            (r"/v1/stats", _Stats, given),
             (r"/v1/sessions", _Sessions, given),
             (one, _Session, given),
             (one + "/wait", _Wait, given),
             (one + "/signal", _Signal, given),
             (one + "/logs", _Logs, given),
+            (one + "/stats", _Stats, given),
+            (one + "/attach", _Attach, given),
+            (r"/v1/requests/([0-9a-f]{1,64})", _Request, given),
             (r"/v1/endpoints/([0-9a-f]{1,64})", _Endpoints, given),
             (r".*", _Missing, given),
         ],

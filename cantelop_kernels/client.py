@@ -11,10 +11,12 @@ import asyncio
 import fcntl
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +28,7 @@ from tornado.simple_httpclient import HTTPStreamClosedError, HTTPTimeoutError, S
 from tornado.tcpclient import TCPClient
 
 from cantelop_kernels import config, errors
-from cantelop_kernels.schema import Info, Logs, SessionRequest, SessionView
+from cantelop_kernels.schema import Info, Logs, PoolView, SessionRequest, SessionView, Usage
 
 CALL_DEADLINE = 30.0
 LAUNCH_DEADLINE = 180.0
@@ -67,9 +69,20 @@ class Client:
         return Info.from_json(await self._call("GET", "/v1/info"))
 
     async def create(self, request: SessionRequest) -> SessionView:
-        """Start a session; returns once its kernel listens. If this is cancelled it is undone."""
-        body = await self._call("POST", "/v1/sessions", request.to_json(), LAUNCH_DEADLINE)
-        return SessionView.from_json(body)
+        """Start a session; returns once its kernel listens. If this is cancelled it is undone, also
+        where the answer was on its way already."""
+        request_id = secrets.token_hex(8)
+        body = replace(request, request_id=request_id).to_json()
+        try:
+            answer = await self._call("POST", "/v1/sessions", body, LAUNCH_DEADLINE)
+        except asyncio.CancelledError:
+            await self._take_back(request_id)
+            raise
+        return SessionView.from_json(answer)
+
+    async def _take_back(self, request_id: str) -> None:
+        with suppress(errors.CantelopError):  # a daemon that is gone has nothing to undo
+            await self._call("DELETE", f"/v1/requests/{request_id}")
 
     async def sessions(self) -> list[SessionView]:
         """The caller's own sessions (root: everybody's), ended ones for a while included."""
@@ -97,6 +110,25 @@ class Client:
 
     async def logs(self, session_id: str) -> Logs:
         return Logs.from_json(await self._call("GET", f"/v1/sessions/{session_id}/logs"))
+
+    async def attach(self, session_id: str) -> SessionView:
+        """Make this process the session's client, in place of one that has ended."""
+        return SessionView.from_json(
+            await self._call("POST", f"/v1/sessions/{session_id}/attach", {})
+        )
+
+    async def stats(self) -> list[Usage]:
+        """Of the caller's running sessions (root: everybody's)."""
+        body = await self._call("GET", "/v1/stats")
+        return [Usage.from_json(item) for item in body["stats"]]
+
+    async def usage(self, session_id: str) -> Usage:
+        """Of one running session."""
+        return Usage.from_json(await self._call("GET", f"/v1/sessions/{session_id}/stats"))
+
+    async def pool(self) -> list[PoolView]:
+        """The warm sandboxes, by image and size."""
+        return (await self.info()).pool
 
     async def release(self, token: str) -> None:
         """Give endpoints back; a session still behind them is ended. Idempotent."""
@@ -156,13 +188,17 @@ class _Connector(TCPClient):
     def __init__(self, resolver: Resolver) -> None:
         super().__init__(resolver)
         self._streams: list[IOStream] = []
+        self._closed = False
 
     async def connect(self, *args: Any, **kwargs: Any) -> IOStream:
         stream = await super().connect(*args, **kwargs)
+        if self._closed:  # cancelled while it connected: nothing may be asked any more
+            stream.close()
         self._streams.append(stream)
         return stream
 
     def close(self) -> None:
+        self._closed = True
         for stream in self._streams:
             stream.close()
         super().close()
@@ -234,9 +270,18 @@ async def _autostart(path: Path, allow_emulation: bool) -> None:
     argv += ["--allow-emulation"] if allow_emulation else []
     read = _spawn_detached(argv)
     try:
-        said = await _read_all(read, CALL_DEADLINE)
+        await until_ready(read, path)
     finally:
         os.close(read)
+
+
+async def until_ready(fd: int, path: Path) -> None:
+    """Wait until a daemon that is being started says on its `--ready-fd` that it serves.
+
+    `fd` is the pipe's other end, and stays the caller's; the daemon must be the only one that
+    holds the end it writes to. Raises what the daemon says instead, or DaemonUnavailable.
+    """
+    said = await _read_all(fd, CALL_DEADLINE)
     if said != b"ready\n":
         _raise_start_failure(path, said)
 

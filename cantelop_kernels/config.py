@@ -76,6 +76,10 @@ class App(_Frozen):
     scratch_mib = Int(4096, min=64, max=1 << 20, help="size of the writable disk, sparse")
     env = List(Unicode(), list(DEFAULT_ENV), help="names that may pass from client to guest")
     users = List(Unicode(), ["*"], help="who may use it, among those the daemon serves")
+    warm = Int(0, min=0, max=MAX_SLOTS, help="sandboxes kept ready, at least")
+    warm_max = Int(0, min=0, max=MAX_SLOTS, help="and at most, where more were asked for at once")
+    idle_seconds = Float(0, min=0, help="end a session whose kernel did nothing for so long; 0: no")
+    lifetime_seconds = Float(0, min=0, help="end a session after so long, busy or not; 0: no")
 
 
 class Config(_Frozen):
@@ -85,6 +89,16 @@ class Config(_Frozen):
     uid_base = Int(600_000, min=1000, max=(1 << 31) - STRIDE * MAX_SLOTS)
     max_sessions = Int(64, min=1, max=MAX_SLOTS)
     boot_deadline = Float(90.0, min=1, help="seconds from VMM start to a kernel that answers")
+    max_memory_mib = Int(0, min=0, help="of the host, for all sandboxes; 0: four fifths of it")
+    vcpus_per_core = Float(8.0, min=0.1, help="virtual CPUs of all sandboxes, per core of the host")
+    queue_seconds = Float(30.0, min=0, help="how long a session waits for room on a full host")
+    grace_seconds = Float(30.0, min=0, help="how long a session outlives its client's process")
+    silence_seconds = Float(
+        20.0, min=0.5, help="a sandbox that does not answer for so long is ended"
+    )
+    drain_seconds = Float(30.0, min=0, help="how long a daemon that is stopped waits for sessions")
+    warm_total = Int(8, min=0, max=MAX_SLOTS, help="sandboxes kept ready for all Apps together")
+    warm_max_age = Float(3600.0, min=1, help="seconds; an older one is replaced")
     users = List(Unicode(), ["root"], help='names, uids, "@group" or "*"; root is always served')
     apps = Dict(key_trait=Unicode(), default_value={})
 

@@ -12,17 +12,28 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cantelop_kernels import api, host, jail, reaper, tools
+from tornado.web import Application
+
+from cantelop_kernels import __version__, api, host, jail, reaper, systemd, tools
+from cantelop_kernels.admission import Admission, Limits
 from cantelop_kernels.config import Config
 from cantelop_kernels.endpoints import EndpointFolders
-from cantelop_kernels.errors import ConfigError, PermissionRefused
+from cantelop_kernels.errors import ConfigError, PermissionRefused, SandboxGone
 from cantelop_kernels.image import ImageStore
+from cantelop_kernels.lease import Leases
+from cantelop_kernels.metrics import Metrics
+from cantelop_kernels.plans import Plans
+from cantelop_kernels.pool import Launcher, Pool
+from cantelop_kernels.record import SessionRecord
+from cantelop_kernels.schema import Info
+from cantelop_kernels.session import Means
 from cantelop_kernels.sessions import Sessions
+from cantelop_kernels.slot import SlotTable
 from cantelop_kernels.trust import changeable_by_others
 from cantelop_kernels.vmm import Vmm
 from cantelop_kernels.vmm.qemu import Qemu, find_binary
@@ -30,6 +41,11 @@ from cantelop_kernels.vmm.qemu import Qemu, find_binary
 log = logging.getLogger(__name__)
 
 _LOCKS = Path("/run/cantelop-locks")
+
+_OVERHEAD = 64
+_OVERHEAD_EMULATED = 192
+"""MiB of host memory per sandbox beyond the guest's own: VMM, helper, attendant; the translated
+code of an emulated guest comes on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +84,157 @@ async def serve(
     ready: Callable[[], None],
     make_vmm: Callable[[Path], Awaitable[Vmm]] = default_vmm,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until idle; then end every session.
+    """Serve until told to stop, or until idle.
 
-    `ready` is called once the socket answers. Raises ConfigError and PermissionRefused with the
-    reason where the daemon cannot start; nothing is left then.
+    SIGTERM and SIGINT let the sessions end within `drain_seconds` and then end them; SIGUSR1 leaves
+    them to the next daemon, as does the death of this one. `ready` is called once the socket
+    answers. Raises ConfigError and PermissionRefused with the reason where the daemon cannot start;
+    nothing is left then.
     """
     _check_root()
     _allow_many_files()
     async with running(config, options, make_vmm) as sessions:
         ready()
+        systemd.notify("READY=1")
         log.info("serving on %s", options.socket)
-        await _until_told(sessions, options.idle_seconds)
+        told = await _until_told(sessions, options.idle_seconds)
+        systemd.notify("STOPPING=1")
+        if told == signal.SIGUSR1:
+            raise _LeftToTheNext
         log.info("stopping")
+        sessions.pool.suspend()
+        await sessions.drain("the daemon was stopped", config.drain_seconds)
+
+
+class _LeftToTheNext(BaseException):
+    """Makes `running` end this process with its sessions still alive."""
 
 
 @asynccontextmanager
 async def running(
     config: Config, options: Options, make_vmm: Callable[[Path], Awaitable[Vmm]]
 ) -> AsyncIterator[Sessions]:
+    """A daemon that serves while the context is open; leaving it ends every session."""
     prepare_folders(options)
     folders = EndpointFolders(options.socket.parent / f"{options.socket.stem}.ipc")
     with (
         _lock(options.socket.with_suffix(".lock"), f"another daemon serves {options.socket}"),
         _lock(_uid_lock(config), f"another daemon uses the uids from {config.uid_base}"),
+        _listener(options.socket) as listener,
     ):
-        for found in await reaper.reap(options.state, config.uid_base):
-            log.warning("left behind by an earlier daemon, removed: %s", found)
-        await folders.prepare()
-        vmm = await make_vmm(options.state)
-        sessions = Sessions(config, options.state, ImageStore(options.state), vmm, folders)
-        app = api.application(config, str(options.state), vmm, sessions)
-        with _listener(options.socket) as listener:
-            http = api.server(app, listener, sessions)
-            try:
-                yield sessions
-            finally:
-                http.stop()
-                await sessions.drain("the daemon was stopped")
-                await http.close_all_connections()
-                await folders.close()
+        found = await reaper.reap(options.state, config.uid_base)
+        for what in found.removed:
+            log.warning("left behind by an earlier daemon, removed: %s", what)
+        await folders.prepare(keep=[one.endpoints.token for one in found.alive])
+        made = _assemble(config, options.state, await make_vmm(options.state), folders)
+        for known in found.alive:
+            await _adopt(made.sessions, known)
+        try:
+            async with made.serving(config, options, listener):
+                yield made.sessions
+        except _LeftToTheNext:
+            await made.sessions.leave()
+            os._exit(0)  # an orderly end of the loop would end the sessions' tasks
+        finally:
+            await made.sessions.drain("the daemon was stopped")
+            await folders.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    sessions: Sessions
+    pool: Pool
+    leases: Leases
+    metrics: Metrics
+    admission: Admission
+
+    vmm: Vmm
+
+    @asynccontextmanager
+    async def serving(
+        self, config: Config, options: Options, listener: socket.socket
+    ) -> AsyncIterator[None]:
+        """Answer requests, refill the pool, look after leases; at the end the pool is empty."""
+        tasks = [
+            asyncio.ensure_future(self.pool.run()),
+            asyncio.ensure_future(self.leases.run(self.sessions)),
+        ]
+        http = api.server(self._app(config, options), listener, self.sessions)
+        try:
+            yield
+        finally:
+            http.stop()
+            await _end_tasks(tasks)
+            await self.pool.close()
+        await self.sessions.drain("the daemon was stopped")
+        await http.close_all_connections()
+
+    def _app(self, config: Config, options: Options) -> Application:
+        def info() -> Info:
+            return Info(
+                version=__version__,
+                pid=os.getpid(),
+                state=str(options.state),
+                vmm=self.vmm.name,
+                emulated=self.vmm.emulated,
+                allow_emulation=config.allow_emulation,
+                sessions=self.sessions.live,
+                apps=sorted(config.apps),
+                pool=self.pool.views(),
+                unresolved=self.pool.unresolved,
+                waiting=self.admission.waiting,
+            )
+
+        return api.application(self.sessions, info, self.metrics.text)
+
+
+def _assemble(config: Config, state: Path, vmm: Vmm, folders: EndpointFolders) -> _Parts:
+    slots = SlotTable(config.uid_base, config.max_sessions)
+    metrics = Metrics()
+    admission = Admission(_limits(config, vmm))
+    launcher = Launcher(vmm, slots, admission, metrics)
+    plans = Plans(config, state, ImageStore(state))
+    pool = Pool(
+        plans.wishes(),
+        launcher,
+        admission,
+        total=config.warm_total,
+        max_age=config.warm_max_age,
+        warm_deadline=config.boot_deadline,
+    )
+    admission.on_freed = pool.on_freed
+    means = Means(pool, launcher, admission, metrics, config.queue_seconds, vmm.name, vmm.emulated)
+    sessions = Sessions(config, plans, slots, means, folders)
+    metrics.watch(pool.views, lambda: sessions.live, lambda: admission.waiting)
+    return _Parts(sessions, pool, Leases(config), metrics, admission, vmm)
+
+
+def _limits(config: Config, vmm: Vmm) -> Limits:
+    memory = config.max_memory_mib or (host.memory_total() >> 20) * 4 // 5
+    return Limits(
+        memory_mib=memory,
+        vcpus=max(1, int(config.vcpus_per_core * (os.cpu_count() or 1))),
+        sandboxes=config.max_sessions,
+        overhead_mib=_OVERHEAD_EMULATED if vmm.emulated else _OVERHEAD,
+    )
+
+
+async def _adopt(sessions: Sessions, known: SessionRecord) -> None:
+    try:
+        await sessions.adopt(known)
+    except SandboxGone as error:
+        log.warning("session %s could not be adopted: %s", known.id, error)
+    else:
+        log.info("adopted session %s", known.id)
+
+
+async def _end_tasks(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the daemon had failed: %r", error, exc_info=error)
 
 
 def _check_root() -> None:
@@ -180,7 +308,13 @@ def _lock(path: Path, taken: str) -> Iterator[None]:
 
 @contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Everybody may connect; who is served is decided by the peer's credentials."""
+    """Everybody may connect; who is served is decided by the peer's credentials. A socket that
+    systemd has opened stays its own."""
+    given = systemd.listening_socket()
+    if given is not None:
+        with given:
+            yield given
+        return
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with listener:
@@ -196,15 +330,21 @@ def _listener(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-async def _until_told(sessions: Sessions, idle_seconds: float | None) -> None:
+async def _until_told(sessions: Sessions, idle_seconds: float | None) -> int | None:
+    """The signal that it got; None where it was idle for so long."""
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, told.set)
-    while not told.is_set():
+    told: asyncio.Future[int] = loop.create_future()
+
+    def tell(signum: int) -> None:
+        if not told.done():
+            told.set_result(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        loop.add_signal_handler(signum, tell, signum)
+    while True:
         try:
             async with asyncio.timeout(idle_seconds):
-                await told.wait()
+                return await asyncio.shield(told)
         except TimeoutError:
             if sessions.idle_for() >= (idle_seconds or 0):
-                return
+                return None

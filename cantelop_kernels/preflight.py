@@ -23,6 +23,7 @@ from cantelop_kernels.config import Config
 from cantelop_kernels.errors import CantelopError, ConfigError, DaemonUnavailable, ImageError
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.process import run
+from cantelop_kernels.schema import Info
 from cantelop_kernels.trust import changeable_by_others
 from cantelop_kernels.vmm.qemu import find_binary
 
@@ -59,7 +60,7 @@ async def checks(state: Path, socket: Path, *, allow_emulation: bool) -> list[Ch
         cgroups(),
         state_folder(state),
         *[await asyncio.to_thread(image, state, name) for name in images_of(settings)],
-        await daemon(socket),
+        *await daemon(socket),
         *kernelspecs(),
         ownership(trusted_files(state, settings)),
     ]
@@ -190,17 +191,34 @@ def image(state: Path, name: str) -> Check:
     return Check(f"image {name}", "ok", f"intact, {found.digest[:12]}")
 
 
-async def daemon(socket: Path) -> Check:
+async def daemon(socket: Path) -> list[Check]:
     """A root client starts a daemon by itself, so for root none running is in order."""
     try:
         info = await Client(socket).info()
     except DaemonUnavailable:
         if os.geteuid() == 0:
-            return Check("daemon", "ok", f"none on {socket}; one is started when needed")
-        return Check("daemon", "fail", f"none answers on {socket}", "sudo cantelop serve")
+            return [Check("daemon", "ok", f"none on {socket}; one is started when needed")]
+        return [Check("daemon", "fail", f"none answers on {socket}", "sudo cantelop serve")]
     except CantelopError as error:
-        return Check("daemon", "fail", error.message, error.hint)
-    return Check("daemon", "ok", f"version {info.version} on {socket}, {info.sessions} sessions")
+        return [Check("daemon", "fail", error.message, error.hint)]
+    found = f"version {info.version} on {socket}, {info.sessions} sessions"
+    return [Check("daemon", "ok", found), *pool(info)]
+
+
+def pool(info: Info) -> list[Check]:
+    """The warm sandboxes of a daemon that runs; sessions start without them too, but slower."""
+    found = []
+    for one in info.pool:
+        text = f"{one.ready} of {one.target} warm sandboxes of {one.image}, {one.memory_mib} MiB"
+        if one.failures:
+            text += f"; {one.failures} boots failed in a row: {one.last_error}"
+            found.append(Check("pool", "warn", text, "see why with: cantelop exec 1"))
+        else:
+            found.append(Check("pool", "ok", text))
+    for app, why in info.unresolved.items():
+        text = f"no warm sandboxes for the App {app!r}: {why}"
+        found.append(Check("pool", "warn", text, "build its image: cantelop image build"))
+    return found
 
 
 def kernelspecs() -> Iterator[Check]:

@@ -101,6 +101,11 @@ class SessionRequest(Schema):
     endpoints: str | None = None
     """Token of endpoints held from an earlier session: the new one answers at the same place."""
     allow_emulation: bool = False
+    request_id: str = ""
+    """Chosen by the client, to take back a request whose answer it will not wait for."""
+    grace_seconds: float | None = None
+    """How long the session outlives its client's process; at most, and by default, as the daemon
+    is configured."""
 
     def check(self) -> None:
         if not _NAME.fullmatch(self.app) or (self.image and not _NAME.fullmatch(self.image)):
@@ -114,6 +119,8 @@ class SessionRequest(Schema):
         texts = [*self.env, *self.env.values(), *(self.argv or []), *self.extra, self.cwd or ""]
         if any("\0" in text for text in texts) or sum(map(len, texts)) > MAX_ENV:
             raise BadRequest(f"arguments and environment: no NUL, and at most {MAX_ENV} characters")
+        if self.request_id and not _NAME.fullmatch(self.request_id):
+            raise BadRequest("request_id has letters, digits and . _ : - only")
         if self.argv == [] or len(self.key) > 512 or len(self.kernel_name) > 256:
             raise BadRequest("argv is empty, or the key or kernel name is too long")
 
@@ -159,12 +166,60 @@ class SessionView(Schema):
     """While starting: the step it is at."""
     created: float
     boot_seconds: float
+    """From the claim to a kernel that listens."""
     endpoints: Endpoints
     vmm: str
     emulated: bool
     notices: list[str]
     """Lines the user must be shown, such as that emulation is no security boundary."""
     exit: Exit | None = None
+    warm: bool = False
+    """Whether its sandbox came from the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView(Schema):
+    """Warm sandboxes of one image and size. `memory_used` is in bytes, of each ready one."""
+
+    apps: list[str]
+    image: str
+    digest: str
+    vcpus: int
+    memory_mib: int
+    target: int
+    ready: int
+    booting: int
+    failures: int
+    """Boots that have failed in a row."""
+    last_error: str
+    retry_seconds: float
+    memory_used: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage(Schema):
+    """What a session uses. Bytes and seconds; None where it cannot be told."""
+
+    id: str
+    busy: bool | None
+    idle_seconds: float | None
+    cpu_seconds: float
+    """Of everything on the host: VMM, helper, attendant."""
+    cpu_percent: float
+    """Of one core, since the last time somebody asked."""
+    memory: int
+    """Resident on the host (PSS)."""
+    guest_memory_used: int | None
+    kernel_memory: int | None
+    kernel_memory_limit: int | None
+    disk: int
+    """Blocks of the scratch disk."""
+    disk_limit: int
+    to_client: int
+    """Through the five channels."""
+    to_kernel: int
+    network_in: int
+    network_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +243,8 @@ class Info(Schema):
     allow_emulation: bool
     sessions: int
     apps: list[str]
+    pool: list[PoolView] = field(default_factory=list)
+    unresolved: dict[str, str] = field(default_factory=dict)
+    """Apps that have no warm sandboxes since their image cannot be had, with the reason."""
+    waiting: int = 0
+    """Claims that wait for room."""

@@ -2,23 +2,21 @@
 
 Layer 5. Every endpoint reservation is tied to the process of the client that asked, by its pidfd:
 when that process ends, however it ends, the session behind the reservation is ended and the
-endpoints go.
+endpoints go, unless another process of the same user takes the session over in time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import grp
 import logging
 import os
-import pwd
 import socket
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from cantelop_kernels.admission import Need
 from cantelop_kernels.config import App, Config
 from cantelop_kernels.endpoints import EndpointFolders
 from cantelop_kernels.errors import (
@@ -28,13 +26,16 @@ from cantelop_kernels.errors import (
     NotFound,
     PermissionRefused,
 )
-from cantelop_kernels.image import ImageStore, VerifiedImages
-from cantelop_kernels.process import wait_pidfd
-from cantelop_kernels.sandbox import Plan
-from cantelop_kernels.schema import Endpoints, SessionRequest
-from cantelop_kernels.session import Session
-from cantelop_kernels.slot import SlotTable
-from cantelop_kernels.vmm import Vmm
+from cantelop_kernels.peers import Peer, listed, user_name
+from cantelop_kernels.plans import Plans
+from cantelop_kernels.pool import Pool
+from cantelop_kernels.process import Identity, wait_pidfd
+from cantelop_kernels.record import SessionRecord
+from cantelop_kernels.sandbox import Plan, adopt
+from cantelop_kernels.schema import Endpoints, SessionRequest, Usage
+from cantelop_kernels.session import Means, Names, Owner, Session, new_id
+from cantelop_kernels.slot import Slot, SlotTable
+from cantelop_kernels.usage import Meter
 
 REMEMBERED = 256
 """Ended sessions whose exit can still be asked for."""
@@ -42,21 +43,15 @@ REMEMBERED = 256
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end of a connection, as the kernel says (unix(7), SO_PEERCRED)."""
-
-    uid: int
-    gid: int
-    pid: int
-
-
 @dataclass(slots=True)
 class _Reservation:
     endpoints: Endpoints
-    uid: int
-    gid: int
+    owner: Owner
     session: Session | None = None
+    request_id: str = ""
+    """Of the request that asked for the session."""
+    kept: bool = False
+    """Whether the endpoints were held before that request."""
     released: bool = False
     watch: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -66,23 +61,27 @@ class Sessions:
     """Owned by the daemon; called by `api`, always with the peer of the connection."""
 
     def __init__(
-        self, config: Config, state: Path, images: ImageStore, vmm: Vmm, folders: EndpointFolders
+        self,
+        config: Config,
+        plans: Plans,
+        slots: SlotTable,
+        means: Means,
+        folders: EndpointFolders,
     ) -> None:
         self._config = config
-        self._state = state
-        self._images = images
-        self._verified = VerifiedImages(images)
-        self._vmm = vmm
+        self._plans = plans
+        self._slots = slots
+        self._means = means
         self._folders = folders
-        self._slots = SlotTable(config.uid_base, config.max_sessions)
         self._sessions: dict[str, Session] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._busy_at = time.monotonic()
+        self._meter = Meter()
 
     def __repr__(self) -> str:
-        return f"<Sessions {self.live} live, {self._slots!r}>"
+        return f"<Sessions {self.live} live>"
 
     @property
     def live(self) -> int:
@@ -94,11 +93,23 @@ class Sessions:
             self._busy_at = time.monotonic()
         return time.monotonic() - self._busy_at
 
+    @property
+    def pool(self) -> Pool:
+        return self._means.pool
+
+    @property
+    def waiting(self) -> int:
+        """Claims that wait for room on the host."""
+        return self._means.admission.waiting
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
     def admit(self, peer: Peer) -> None:
         """Raises PermissionRefused for a user that the operator does not serve."""
-        if peer.uid != 0 and not _listed(peer, self._config.users):
+        if peer.uid != 0 and not listed(peer, self._config.users):
             raise PermissionRefused(
-                f"user {_name(peer.uid)} may not use this daemon",
+                f"user {user_name(peer.uid)} may not use this daemon",
                 hint="ask the operator to add you to `users` in the configuration",
             )
 
@@ -107,7 +118,9 @@ class Sessions:
 
         Raises LaunchError, ImageError, NotFound, BadRequest, PermissionRefused, EmulationRefused.
         """
-        plan = await self._plan(request, peer)
+        self._check_emulation(request, peer)
+        app = self._app(request, peer)
+        plan = await asyncio.to_thread(self._plans.of, app, request)
         reservation = self._reserve(request, peer)
         async with reservation.lock:
             try:
@@ -127,6 +140,17 @@ class Sessions:
     def ls(self, peer: Peer) -> list[Session]:
         return [one for one in self._sessions.values() if peer.uid in (0, one.user)]
 
+    async def usage(self, session: Session) -> Usage:
+        """Raises NotFound where it does not run."""
+        return await self._meter.read(session)
+
+    async def usages(self, peer: Peer) -> list[Usage]:
+        """Of all that run and are the caller's (root: everybody's)."""
+        running = [one for one in self.ls(peer) if one.is_running]
+        self._meter.forget({one.id for one in self._sessions.values() if one.is_running})
+        read = await asyncio.gather(*map(self.usage, running), return_exceptions=True)
+        return [one for one in read if isinstance(one, Usage)]
+
     async def end(self, session_id: str, peer: Peer) -> None:
         """Returns once nothing of its sandbox is left; raises the reason where that failed.
         Idempotent."""
@@ -139,12 +163,61 @@ class Sessions:
     async def release(self, token: str, peer: Peer) -> None:
         """Give endpoints back, ending the session behind them. Idempotent."""
         reservation = self._reservations.get(token)
-        if reservation is not None and peer.uid in (0, reservation.uid):
+        if reservation is not None and peer.uid in (0, reservation.owner.uid):
             await self._release(reservation)
 
-    async def drain(self, reason: str) -> None:
-        """End everything, and start nothing more."""
+    async def take_back(self, request_id: str, peer: Peer) -> None:
+        """End what a request has started whose client did not wait for the answer. Idempotent."""
+        for reservation in list(self._reservations.values()):
+            ours = reservation.request_id == request_id and peer.uid == reservation.owner.uid
+            if ours and reservation.session is not None:
+                reservation.session.stop("its client went away")
+                if not reservation.kept:
+                    await self._release(reservation)
+
+    async def attach(self, session_id: str, peer: Peer) -> Session:
+        """The caller's process is the session's client from now on. Raises NotFound, and
+        SandboxGone where it has ended."""
+        session = self.get(session_id, peer)
+        reservation = self._reservations.get(session.endpoints.token)
+        if session.ended.is_set() or reservation is None or reservation.released:
+            raise NotFound(f"session {session_id} has ended", hint="start a new kernel")
+        reservation.owner = replace(reservation.owner, client=_identity(peer))
+        self._watch(reservation)
+        await session.renew(reservation.owner)
+        return session
+
+    async def adopt(self, known: SessionRecord) -> None:
+        """Go on with a session that an earlier daemon has left alive. Raises SandboxGone."""
+        plan = self._plans.known(known)
+        slot = Slot(known.slot, self._config.uid_base)
+        ticket = self._means.admission.force(Need(known.memory_mib, known.vcpus))
+        try:
+            sandbox = await adopt(plan, self._slots, slot, known)
+        except BaseException:
+            self._means.admission.give(ticket)
+            raise
+        sandbox.on_destroyed(lambda: self._means.admission.give(ticket))
+        client = Identity(known.client_pid, known.client_start)
+        owner = Owner(known.user, known.group, client, known.grace)
+        names = Names(known.id, known.app)
+        session = Session(names, plan, owner, self._means, known.endpoints)
+        reservation = _Reservation(known.endpoints, owner, session)
+        self._reservations[known.endpoints.token] = reservation
+        self._remember(session)
+        self._task(session.go_on(sandbox, known))
+        self._watch(reservation)
+
+    async def drain(self, reason: str, seconds: float = 0.0) -> None:
+        """Start nothing more, give what runs so many seconds to end by itself, then end it."""
         self._draining = True
+        ended = [one.ended.wait() for one in self._sessions.values() if not one.ended.is_set()]
+        if ended and seconds:
+            log.info("waiting up to %g s for %d sessions", seconds, len(ended))
+            await asyncio.wait([asyncio.ensure_future(one) for one in ended], timeout=seconds)
+        else:
+            for one in ended:
+                one.close()
         for session in self._sessions.values():
             session.stop(reason)
         for session in list(self._sessions.values()):
@@ -152,30 +225,29 @@ class Sessions:
         for reservation in list(self._reservations.values()):
             await self._release(reservation)
 
-    async def _plan(self, request: SessionRequest, peer: Peer) -> Plan:
-        """Decide what the session gets, before anything is acquired."""
+    async def leave(self) -> None:
+        """Start nothing more, and give up what does not run yet; the rest is another daemon's."""
+        self._draining = True
+        starting = [one for one in self._sessions.values() if not one.is_running]
+        for session in starting:
+            session.stop("the daemon was stopped")
+        for session in starting:
+            await session.ended.wait()
+        log.info("leaving %d sessions to the next daemon", self.live)
+
+    def _app(self, request: SessionRequest, peer: Peer) -> App:
+        """The App, where this user may have it."""
         app = self._config.app(request.app)
-        if peer.uid != 0 and not _listed(peer, app.users):
+        if peer.uid != 0 and not listed(peer, app.users):
             raise PermissionRefused(
-                f"user {_name(peer.uid)} may not use the App {request.app!r}",
+                f"user {user_name(peer.uid)} may not use the App {request.app!r}",
                 hint="ask the operator to add you to its `users`",
             )
-        self._check_emulation(request, peer)
-        return Plan(
-            image=await asyncio.to_thread(self._verified.resolve, request.image or app.image),
-            images=self._images,
-            vcpus=_within("vcpus", request.vcpus, app.vcpus, 1, app.max_vcpus),
-            memory_mib=_within(
-                "memory_mib", request.memory_mib, app.memory_mib, 192, app.max_memory_mib
-            ),
-            scratch_mib=app.scratch_mib,
-            state=self._state,
-            boot_deadline=self._config.boot_deadline,
-        )
+        return app
 
     def _check_emulation(self, request: SessionRequest, peer: Peer) -> None:
         operator = peer.uid == 0 and request.allow_emulation
-        if self._vmm.emulated and not (self._config.allow_emulation or operator):
+        if self._means.emulated and not (self._config.allow_emulation or operator):
             raise EmulationRefused(
                 "this machine has no hardware virtualization, and emulation is not allowed here",
                 hint="use a host with KVM; for trusted code only: cantelop serve --allow-emulation",
@@ -184,36 +256,43 @@ class Sessions:
     def _reserve(self, request: SessionRequest, peer: Peer) -> _Reservation:
         if self._draining:
             raise _stopping()
+        most = self._config.grace_seconds
+        grace = most if request.grace_seconds is None else min(max(0, request.grace_seconds), most)
+        owner = Owner(peer.uid, peer.gid, _identity(peer), grace)
         if request.endpoints is None:
-            endpoints = self._folders.reserve()
-            reservation = _Reservation(endpoints, peer.uid, peer.gid)
+            reservation = _Reservation(self._folders.reserve(), owner)
         else:
             found = self._reservations.get(request.endpoints)
-            if found is None or found.uid != peer.uid:
+            if found is None or found.owner.uid != peer.uid:
                 raise NotFound("no such endpoints", hint="start the kernel anew, without a token")
             reservation = found
-        self._watch(reservation, peer)
+            reservation.owner = owner
+        reservation.request_id = request.request_id
+        reservation.kept = request.endpoints is not None
+        self._watch(reservation)
         self._reservations[reservation.endpoints.token] = reservation
         return reservation
 
-    def _watch(self, reservation: _Reservation, peer: Peer) -> None:
-        """Tie the reservation to the process of `peer` (in place of an earlier one)."""
-        try:
-            pidfd = os.pidfd_open(peer.pid)
-        except (ProcessLookupError, ValueError, OSError) as error:
-            raise BadRequest(
-                "the client's process is not to be seen from the daemon",
-                hint="run both in one pid namespace",
-            ) from error
+    def _watch(self, reservation: _Reservation) -> None:
+        """Tie the reservation to its owner's process (in place of an earlier one)."""
         if reservation.watch is not None:
             reservation.watch.cancel()
-        reservation.watch = self._task(self._release_when_ended(reservation, pidfd))
+        reservation.watch = self._task(self._release_when_ended(reservation))
 
-    async def _release_when_ended(self, reservation: _Reservation, pidfd: int) -> None:
+    async def _release_when_ended(self, reservation: _Reservation) -> None:
+        owner = reservation.owner
         try:
-            await wait_pidfd(pidfd)
-        finally:
-            os.close(pidfd)
+            pidfd = owner.client.open()
+        except ProcessLookupError:
+            pidfd = None
+        if pidfd is not None:
+            try:
+                await wait_pidfd(pidfd)
+            finally:
+                os.close(pidfd)
+        if owner.grace and reservation.session is not None:
+            log.info("the client of %r ended; %g s of grace", reservation.session, owner.grace)
+            await asyncio.sleep(owner.grace)
         reservation.watch = None
         if reservation.session is not None:
             reservation.session.stop("its client's process ended")
@@ -237,7 +316,8 @@ class Sessions:
             await reservation.session.ended.wait()
         request, refused = _with_allowed_env(request, self._config.app(request.app))
         listeners = await self._listen(reservation)
-        session = Session(request, reservation.uid, plan, self._vmm, reservation.endpoints)
+        owner, endpoints = reservation.owner, reservation.endpoints
+        session = Session(Names(new_id(), request.app), plan, owner, self._means, endpoints)
         session.notices += [
             f"not passed into the guest, since the App {request.app!r} does not name it: {name}"
             for name in refused
@@ -245,7 +325,7 @@ class Sessions:
         reservation.session = session
         self._remember(session)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task(session.live(self._slots, listeners, started))
+        self._task(session.live(request, listeners, started))
         try:
             await asyncio.shield(started)
         except asyncio.CancelledError:
@@ -259,8 +339,8 @@ class Sessions:
 
     async def _listen(self, reservation: _Reservation) -> list[socket.socket]:
         """The sockets, unless all was given up while this request waited for its turn."""
-        endpoints = reservation.endpoints
-        listeners = await self._folders.listen(endpoints, reservation.uid, reservation.gid)
+        endpoints, owner = reservation.endpoints, reservation.owner
+        listeners = await self._folders.listen(endpoints, owner.uid, owner.gid)
         if not (reservation.released or self._draining):
             return listeners
         for listener in listeners:
@@ -284,6 +364,17 @@ class Sessions:
         return task
 
 
+def _identity(peer: Peer) -> Identity:
+    """The process behind a connection. Raises BadRequest where it cannot be watched."""
+    try:
+        return Identity.of(peer.pid)
+    except (ProcessLookupError, ValueError, OSError) as error:
+        raise BadRequest(
+            "the client's process is not to be seen from the daemon",
+            hint="run both in one pid namespace",
+        ) from error
+
+
 def _stopping() -> LaunchError:
     return LaunchError("the daemon is stopping", hint="try again when it is back")
 
@@ -291,16 +382,6 @@ def _stopping() -> LaunchError:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a session's task failed: %r", error, exc_info=error)
-
-
-def _within(name: str, asked: int | None, default: int, least: int, most: int) -> int:
-    value = default if asked is None else asked
-    if not least <= value <= max(most, default):
-        raise BadRequest(
-            f"{name} must be between {least} and {most}, not {value}",
-            hint=f"the App's max_{name} sets the upper end",
-        )
-    return value
 
 
 def _with_allowed_env(request: SessionRequest, app: App) -> tuple[SessionRequest, list[str]]:
@@ -312,26 +393,3 @@ def _with_allowed_env(request: SessionRequest, app: App) -> tuple[SessionRequest
     refused = sorted(request.env.keys() - allowed) if "*" not in app.env else []
     env = {name: value for name, value in request.env.items() if name not in refused}
     return replace(request, env=env), refused
-
-
-def _listed(peer: Peer, users: Iterable[str]) -> bool:
-    names = {str(peer.uid), _name(peer.uid), "*", *(f"@{name}" for name in _groups(peer))}
-    return not names.isdisjoint(users)
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _groups(peer: Peer) -> list[str]:
-    """Names of the groups that the user database gives to this user."""
-    names = []
-    for gid in os.getgrouplist(_name(peer.uid), peer.gid):
-        try:
-            names.append(grp.getgrgid(gid).gr_name)
-        except KeyError:
-            continue
-    return names
