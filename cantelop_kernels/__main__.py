@@ -25,8 +25,10 @@ COMMANDS = {
     "run": "run a notebook in a fresh microVM",
     "exec": "run a piece of code in a fresh microVM",
     "ps": "list the sessions",
+    "stats": "show what the running sessions use",
     "logs": "show the last lines of a session's console, kernel and VMM",
     "kill": "end sessions",
+    "bench": "measure kernels in microVMs next to a plain local one",
 }
 """Each is a module of `cantelop_kernels.cli`."""
 

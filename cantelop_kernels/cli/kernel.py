@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from jupyter_client.asynchronous.client import AsyncKernelClient
@@ -79,6 +80,7 @@ def provisioner_config(args: argparse.Namespace) -> dict[str, Any]:
         "vcpus": args.vcpus,
         "memory_mib": args.memory,
         "allow_emulation": args.allow_emulation or None,
+        "grace_seconds": 0.0,  # nobody comes back for the kernel of a command
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -96,42 +98,28 @@ class _OneSpec(KernelSpecManager):
 
 def manager(args: argparse.Namespace) -> AsyncKernelManager:
     """A manager for a kernel in a microVM; nothing is started yet."""
+    return provisioned("cantelop", provisioner_config(args))
+
+
+def provisioned(
+    provisioner: str, config: dict[str, Any], python: str = "python3", **fields: Any
+) -> AsyncKernelManager:
+    """A manager for ipykernel by any provisioner; `fields` are further ones of the kernelspec."""
     spec = KernelSpec(
-        argv=["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        argv=[python, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         display_name="Python 3 (microVM)",
         language="python",
-        metadata={
-            "kernel_provisioner": {
-                "provisioner_name": "cantelop",
-                "config": provisioner_config(args),
-            }
-        },
+        metadata={"kernel_provisioner": {"provisioner_name": provisioner, "config": config}},
+        **fields,
     )
     return AsyncKernelManager(kernel_name="cantelop-python3", kernel_spec_manager=_OneSpec(spec))
 
 
-@asynccontextmanager
-async def started(km: AsyncKernelManager) -> AsyncIterator[AsyncKernelClient]:
-    """Start the kernel, yield a client that it has answered, and leave nothing of either.
+async def answering(km: AsyncKernelManager, kc: AsyncKernelClient) -> None:
+    """Wait until the kernel has answered and its output is subscribed to.
 
-    A failed launch raises the provisioner's error. The end is orderly (what the kernel still has
-    to flush is flushed) unless this ends by an exception or a cancellation: then it is at once.
+    Raises DeadlineExceeded, or the error of a kernel that died.
     """
-    kc: AsyncKernelClient | None = None
-    now = True
-    try:
-        await km.start_kernel()
-        kc = km.client()
-        kc.start_channels()
-        await _ready(km, kc)
-        yield kc
-        now = False
-    finally:
-        task = asyncio.ensure_future(_end(km, kc, now=now))
-        await _uncancelled(task)
-
-
-async def _ready(km: AsyncKernelManager, kc: AsyncKernelClient) -> None:
     try:
         await kc.wait_for_ready(timeout=READY_DEADLINE)
     except RuntimeError as error:
@@ -141,6 +129,32 @@ async def _ready(km: AsyncKernelManager, kc: AsyncKernelClient) -> None:
                 hint="look at `cantelop ps` and `cantelop logs ID`",
             ) from error
         raise await death(km, "before it answered") from error
+
+
+@asynccontextmanager
+async def started(
+    km: AsyncKernelManager,
+    ready: Callable[[AsyncKernelManager, AsyncKernelClient], Awaitable[None]] = answering,
+    **launch: Any,
+) -> AsyncIterator[AsyncKernelClient]:
+    """Start the kernel, yield a client once it is `ready`, and leave nothing of either.
+
+    `launch` goes to `start_kernel`; of it a local kernel's process gets what Popen knows.
+    A failed launch raises the provisioner's error. The end is orderly (what the kernel still has
+    to flush is flushed) unless this ends by an exception or a cancellation: then it is at once.
+    """
+    kc: AsyncKernelClient | None = None
+    now = True
+    try:
+        await km.start_kernel(**launch)
+        kc = km.client()
+        kc.start_channels()
+        await ready(km, kc)
+        yield kc
+        now = False
+    finally:
+        task = asyncio.ensure_future(_end(km, kc, now=now))
+        await _uncancelled(task)
 
 
 async def _end(km: AsyncKernelManager, kc: AsyncKernelClient | None, *, now: bool) -> None:
@@ -210,6 +224,6 @@ async def _view(km: AsyncKernelManager) -> SessionView | None:
     if not session:
         return None
     try:
-        return await Client().get(session)
+        return await Client(Path(info["socket"])).get(session)
     except NotFound:
         return None

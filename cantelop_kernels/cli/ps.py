@@ -9,11 +9,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cantelop_kernels.cli.terminal import age, table
+from cantelop_kernels.cli.terminal import age, harmless, table
 from cantelop_kernels.client import ensure_daemon
-from cantelop_kernels.schema import SessionView
+from cantelop_kernels.schema import Info, SessionView
 
-HEADERS = ["ID", "APP", "USER", "IMAGE", "STATE", "STEP", "AGE", "MEMORY", "VCPUS", "EMULATED"]
+HEADERS = [
+    "ID",
+    "APP",
+    "USER",
+    "IMAGE",
+    "STATE",
+    "STEP",
+    "AGE",
+    "MEMORY",
+    "VCPUS",
+    "START",
+    "EMULATED",
+]
 
 
 def add_parser(commands: Any) -> None:
@@ -28,12 +40,33 @@ def add_parser(commands: Any) -> None:
 
 
 async def command(args: argparse.Namespace) -> int:
-    views = await (await ensure_daemon()).sessions()
+    client = await ensure_daemon()
+    views = await client.sessions()
     if args.json:
         print(json.dumps([view.to_json() for view in views], indent=2))
-    else:
-        print(render(views, time.time()))
+        return 0
+    print(render(views, time.time()))
+    info = await client.info()
+    for line in pool_lines(info):
+        print(line)
     return 0
+
+
+def pool_lines(info: Info) -> list[str]:
+    """What is warm, and what keeps it from being so; nothing where no App wants any."""
+    lines = []
+    for one in info.pool:
+        kind = f"{one.image}, {one.vcpus} vCPU, {one.memory_mib} MiB"
+        text = f"warm: {one.ready} of {one.target} ({kind}; for {', '.join(one.apps)})"
+        if one.failures:
+            text += f": {one.failures} boots failed in a row, next try in {one.retry_seconds:.0f} s"
+            text += f": {harmless(one.last_error, colours=False)}"
+        lines.append(text)
+    for app, why in info.unresolved.items():
+        lines.append(f"warm: none for {app}: {harmless(why, colours=False)}")
+    if info.waiting:
+        lines.append(f"waiting for room on this host: {info.waiting}")
+    return ["", *lines] if lines else []
 
 
 def render(views: Sequence[SessionView], now: float) -> str:
@@ -45,13 +78,14 @@ def _row(view: SessionView, now: float) -> list[str]:
     return [
         view.id,
         view.app,
-        _user(view.user),
+        user_name(view.user),
         view.image,
         _state(view),
         view.step if view.state == "starting" else "-",
         age(now - view.created),
         f"{view.memory_mib} MiB",
         str(view.vcpus),
+        "warm" if view.warm else "cold",
         "yes" if view.emulated else "no",
     ]
 
@@ -65,7 +99,7 @@ def _state(view: SessionView) -> str:
     return f"{view.state} ({how})" if how != "None" else view.state
 
 
-def _user(uid: int) -> str:
+def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from logging import Logger, LoggerAdapter
 from typing import Any
 
-from cantelop_kernels.client import Client
+from cantelop_kernels.client import Client, ensure_daemon
 from cantelop_kernels.errors import CantelopError, DaemonUnavailable, NotFound
 from cantelop_kernels.schema import SessionView
 from cantelop_provisioner import report
@@ -48,6 +49,15 @@ class Kernel:
         state = "alive" if self.exit_code is None else f"ended {self.exit_code}"
         return f"<Kernel {self.session} {state}>"
 
+    async def attach(self) -> None:
+        """Make this process the kernel's owner, in place of one that has ended."""
+        try:
+            await self._client.attach(self.session)
+        except NotFound:
+            self._learn(None)
+        except CantelopError as error:
+            self._log.warning("session %s could not be taken over: %s", self.session, error)
+
     async def poll(self) -> int | None:
         """None while it lives, or while nobody can tell; one short question at most."""
         if self.exit_code is None:
@@ -80,7 +90,7 @@ class Kernel:
         if self.exit_code is not None:
             return
         try:
-            await self._client.signal(self.session, signum)
+            await self._with_daemon(lambda: self._client.signal(self.session, signum))
         except NotFound:
             self._learn(None)
         except CantelopError as error:
@@ -91,7 +101,7 @@ class Kernel:
         it ends a session whose client is gone."""
         self.expected = True
         try:
-            await self._client.end(self.session)
+            await self._with_daemon(lambda: self._client.end(self.session))
         except NotFound:
             pass
         except CantelopError as error:
@@ -99,6 +109,16 @@ class Kernel:
             return
         if self.exit_code is None:
             self.exit_code = report.KILLED
+
+    async def _with_daemon(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Root's kernel may have outlived the daemon that root's client had started."""
+        try:
+            await ask()
+        except DaemonUnavailable:
+            if self.exit_code is not None or not _listens(self._heartbeat):
+                raise
+            await ensure_daemon(self._client.path)
+            await ask()
 
     def _learn(self, view: SessionView | None) -> None:
         self._silent = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
-from traitlets import Bool, Int, List, TraitError, Unicode
+from traitlets import Bool, Float, Int, List, TraitError, Unicode
 
 from cantelop_kernels.client import Client, ensure_daemon
 from cantelop_kernels.errors import BadRequest, CantelopError, ConfigError, NotFound
@@ -32,7 +32,9 @@ from cantelop_provisioner.command import (
 from cantelop_provisioner.kernel import Kernel
 from cantelop_provisioner.report import launch_failure
 
-SETTINGS = ("allow_emulation", "app", "env", "image", "memory_mib", "socket", "vcpus")
+SETTINGS = (
+    *("allow_emulation", "app", "env", "grace_seconds", "image", "memory_mib", "socket", "vcpus"),
+)
 
 SHUTDOWN_SECONDS = 10.0
 """A kernel that was asked to end gets TERM after half of this; an emulated one is slow to go."""
@@ -54,6 +56,12 @@ class CantelopProvisioner(KernelProvisionerBase):
     ).tag(config=True)
     allow_emulation = Bool(
         False, help="run without hardware virtualization, which is no security boundary"
+    ).tag(config=True)
+    grace_seconds = Float(
+        None,
+        min=0,
+        allow_none=True,
+        help="how long a kernel outlives this process, if shorter than the daemon's own",
     ).tag(config=True)
     socket = Unicode("", help="the daemon's socket; $CANTELOP_SOCKET otherwise").tag(config=True)
 
@@ -212,6 +220,7 @@ class CantelopProvisioner(KernelProvisionerBase):
             kernel_name=getattr(self.parent, "kernel_name", "") or "",
             endpoints=self._token,
             allow_emulation=self.allow_emulation,
+            grace_seconds=self.grace_seconds,
         )
 
     def _refuse_encryption(self) -> None:
@@ -252,7 +261,10 @@ class CantelopProvisioner(KernelProvisionerBase):
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over a kernel that another process launched; its daemon must still know it."""
+        """Take over a kernel that another process launched: it is this process's from now on.
+
+        One that is gone by now is found dead by the first poll.
+        """
         await super().load_provisioner_info(provisioner_info)
         info = dict(self.connection_info)
         self._key = str(info.get("key", "")).encode()
@@ -263,3 +275,5 @@ class CantelopProvisioner(KernelProvisionerBase):
         session = provisioner_info.get("session")
         ip = str(info.get("ip", ""))
         self._kernel = Kernel(self._client, session, ip, self.log) if session else None
+        if self._kernel:
+            await self._kernel.attach()
