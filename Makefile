@@ -38,8 +38,8 @@ unit: $(STAMP)  ## the tests that need neither root nor a VM
 test: lint image  ## everything
 	$(PY) -m pytest
 
-bench: image  ## timings, as ratios against a plain local ipykernel
-	$(PY) -m tests.bench
+bench: image  ## kernels in microVMs, behind the fake VMM and local, in one run; BENCH=--quick
+	$(PY) -m tests.bench $(BENCH)
 
 clean:  ## what was built here, not the image cache
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache

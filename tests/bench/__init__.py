@@ -1,1 +1,1 @@
-"""Timings against a plain local ipykernel in the same run; `make bench` runs them."""
+"""The product's bench with one more target; `make bench` runs it."""
