@@ -6,9 +6,7 @@ above `vmm/` is real: attendant, hybrid vsock, channels, sessions, API.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,8 +32,9 @@ class FakeVmm:
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
     ) -> AsyncIterator[Machine]:
-        folder = Path(tempfile.mkdtemp(prefix="cantelop-fake-"))
-        argv = ["setpriv", "--pdeathsig=KILL", sys.executable, str(ENTRY)]
+        folder = jail.run / "guest"
+        folder.mkdir()
+        argv = [sys.executable, str(ENTRY)]
         argv += ["--uds", str(jail.run / vsock.SOCKET), "--dir", str(folder)]
         machine = Process.spawn(
             argv,
@@ -52,4 +51,3 @@ class FakeVmm:
             self.machines.remove(machine)
             await machine.stop(0.0)
             machine.close()
-            shutil.rmtree(folder, ignore_errors=True)

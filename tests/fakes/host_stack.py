@@ -23,7 +23,7 @@ from cantelop_kernels.image_model import PARTS, SCHEMA, sha256
 from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import uid_range
 
-UID_BASE = 910_000
+UID_BASE = 915_000
 KEY = "0123456789abcdef"
 
 

@@ -17,6 +17,9 @@ from cantelop_kernels.vmm import Vmm
 from tests.fakes.fake_vmm import FakeVmm
 from tests.fakes.host_stack import UID_BASE, Running, Stack, processes, publish_fake_image
 
+QUICK = {"grace_seconds": 0.0, "drain_seconds": 0.0, "queue_seconds": 0.5}
+"""Nobody is waited for, unless a test says so."""
+
 
 @pytest.fixture
 def place() -> Iterator[Path]:
@@ -43,7 +46,7 @@ def running(place: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
         async def make(_: Path) -> Vmm:
             return chosen
 
-        loaded = config.load(**({"uid_base": UID_BASE} | settings))
+        loaded = config.load(**(QUICK | {"uid_base": UID_BASE} | settings))
         async with daemon.running(loaded, daemon.Options(socket, state), make) as sessions:
             yield Stack(client.Client(socket), sessions, state, socket, chosen)
         assert os.listdir(state / "sandboxes") == []

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from cantelop_kernels.errors import (
     CantelopError,
     ConfigError,
     EmulationRefused,
+    Exhausted,
     ImageError,
     LaunchError,
 )
@@ -86,7 +88,7 @@ async def test_a_machine_that_never_says_hello(running: Running) -> None:
 DIAL = f"""
 s = socket.socket(socket.AF_UNIX); s.connect(V + "_{wire.CONTROL_PORT}")
 def say(m): b = json.dumps(m).encode(); s.sendall(len(b).to_bytes(4, "big") + b)
-HELLO = dict(type="hello", version=1, boot_id="b", release="r", memory=1, vcpus=1)
+HELLO = dict(type="hello", version={wire.VERSION}, boot_id="b", release="r", memory=1, vcpus=1)
 """
 
 
@@ -111,10 +113,10 @@ async def test_a_guest_that_breaks_the_rules(running: Running, says: str, named:
 
 
 async def test_an_agent_of_another_version(running: Running) -> None:
-    says = "say(HELLO | dict(version=2)); time.sleep(60)"
+    says = "say(HELLO | dict(version=999)); time.sleep(60)"
     async with running(BadVmm(DIAL + says)) as stack:
         error = await failing(stack)
-        assert "speaks version 2" in error.message
+        assert "speaks version 999" in error.message
         assert "image build" in error.hint
 
 
@@ -157,7 +159,7 @@ async def test_a_kernel_that_says_why_it_does_not_start(stack: Stack) -> None:
 async def test_no_slot_is_left(running: Running) -> None:
     async with running(max_sessions=1) as stack:
         view = await stack.create()
-        with pytest.raises(LaunchError, match="all sandboxes are taken"):
+        with pytest.raises(Exhausted, match=r"no room .* within 0\.5 s: 1 of 1"):
             await stack.create()
         assert len(stack.folders()) == 2
         await stack.client.end(view.id)
@@ -182,7 +184,7 @@ async def test_what_lies_at_the_place_is_refused_and_stays(stack: Stack, tmp_pat
     target = tmp_path / "target"
     target.mkdir()
     (target / "canary").write_text("alive")
-    trap = stack.state / "sandboxes" / f"cantelop-{910_000}-0"
+    trap = stack.state / "sandboxes" / f"cantelop-{915_000}-0"
     trap.symlink_to(target)
     with pytest.raises(LaunchError, match="exists already"):
         await stack.create()
@@ -227,7 +229,8 @@ async def test_a_full_disk(running: Running, place: Path) -> None:
 async def test_an_attendant_that_cannot_start(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    missing = SimpleNamespace(executable="/does/not/exist")
+    monkeypatch.setattr("cantelop_kernels.sandbox.sys", missing)
     error = await failing(stack)
     assert "attendant ended" in error.message or error.details["step"] == "attendant"
 
@@ -255,7 +258,7 @@ async def test_a_second_daemon_is_refused(stack: Stack, place: Path) -> None:
             pass
     other = daemon.Options(place / "other.sock", place / "other")
     with pytest.raises(ConfigError, match="another daemon uses the uids"):
-        async with daemon.running(config.load(uid_base=910_000), other, make):
+        async with daemon.running(config.load(uid_base=915_000), other, make):
             pass
     await stack.client.info()
 
@@ -271,11 +274,11 @@ async def test_folders_that_others_can_change_are_refused(place: Path) -> None:
 
 
 async def test_what_a_dead_daemon_left_is_taken_away(running: Running, place: Path) -> None:
-    leftover = place / "state" / "sandboxes" / "cantelop-910000-5" / "run"
+    leftover = place / "state" / "sandboxes" / "cantelop-915000-5" / "run"
     leftover.mkdir(parents=True)
-    orphan, other = _sleeper(910_020), _sleeper(930_020)
+    orphan, other = _sleeper(915_020), _sleeper(930_020)
     try:
-        await asyncio.to_thread(_running_as, orphan.pid, 910020)
+        await asyncio.to_thread(_running_as, orphan.pid, 915020)
         async with running():
             assert orphan.wait(5) == -9
             assert other.poll() is None  # not of our range
@@ -303,16 +306,16 @@ async def test_what_cannot_be_reaped_keeps_nobody_from_serving(
     running: Running, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandboxes = place / "state" / "sandboxes"
-    with stuck(sandboxes, sandboxes / "cantelop-910000-0"):
+    with stuck(sandboxes, sandboxes / "cantelop-915000-0"):
         options = daemon.Options(place / "c.sock", place / "state")
 
         async def make(_: Path) -> FakeVmm:
             return FakeVmm()
 
-        async with daemon.running(config.load(uid_base=910_000), options, make):
+        async with daemon.running(config.load(uid_base=915_000), options, make):
             assert "which stays" in caplog.text
             (left,) = sandboxes.iterdir()
-            assert left.name.startswith(".cantelop-910000-0.gone-")
+            assert left.name.startswith(".cantelop-915000-0.gone-")
     async with running():  # the mount is gone: now it can be removed
         assert list(sandboxes.iterdir()) == []
 
@@ -321,12 +324,12 @@ async def test_a_sandbox_that_cannot_be_removed_keeps_its_slot(running: Running)
     async with running() as stack:
         sandboxes = stack.state / "sandboxes"
         view = await stack.create()
-        with stuck(sandboxes, sandboxes / "cantelop-910000-0"):
+        with stuck(sandboxes, sandboxes / "cantelop-915000-0"):
             with pytest.raises(CantelopError, match="could not be removed"):
                 await stack.client.end(view.id)
             await stack.create()
-            assert (sandboxes / "cantelop-910000-1").exists()
-        (left,) = trees.leftovers(sandboxes, "cantelop-910000-0")
+            assert (sandboxes / "cantelop-915000-1").exists()
+        (left,) = trees.leftovers(sandboxes, "cantelop-915000-0")
         await trees.remove_leftover(left)
 
 
@@ -347,9 +350,9 @@ async def test_a_users_folder_of_any_depth_is_released(stack: Stack) -> None:
 async def test_processes_that_fork_while_they_are_killed_are_all_found() -> None:
     """A child is forked before its parent dies, over and over."""
     forks = "import os, time\nwhile True:\n if os.fork(): time.sleep(0.1); os._exit(0)"
-    runner = _as_uid(910_030, sys.executable, "-S", "-c", forks)
-    await asyncio.to_thread(_running_as, runner.pid, 910_030)
-    await kill_all([910_030])
+    runner = _as_uid(915_030, sys.executable, "-S", "-c", forks)
+    await asyncio.to_thread(_running_as, runner.pid, 915_030)
+    await kill_all([915_030])
     runner.wait()
     assert processes() == []
 
@@ -381,7 +384,7 @@ async def test_a_socket_swapped_for_a_link_gives_nothing_away(place: Path) -> No
             (folder / name).symlink_to(target)
 
         patch.setattr(vsock, "bind", bind_and_swap)
-        vsock.listen(place, 1024, uid=910_001, gid=910_000).close()
+        vsock.listen(place, 1024, uid=915_001, gid=915_000).close()
     found = target.stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, 0, 0o600)
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cantelop_kernels.errors import BadRequest, NotFound, SandboxGone
-from cantelop_kernels.sessions import Peer
+from cantelop_kernels.peers import Peer
 from tests.fakes.host_stack import Running, Stack, connected, eventually, output, processes
 
 

@@ -400,13 +400,14 @@ def test_bad_notebooks_end_before_anything_starts(tmp_path: Path) -> None:
 
 def test_the_provisioner_is_told_only_what_was_asked_for() -> None:
     args = parse("run", "n.ipynb")
-    assert kernel.provisioner_config(args) == {}
+    assert kernel.provisioner_config(args) == {"grace_seconds": 0.0}
     args = parse("exec", "1", "--app", "a", "--image", "i", "--memory", "9", "--allow-emulation")
     assert kernel.provisioner_config(args) == {
         "app": "a",
         "image": "i",
         "memory_mib": 9,
         "allow_emulation": True,
+        "grace_seconds": 0.0,
     }
     spec = kernel.manager(args).kernel_spec
     assert spec is not None

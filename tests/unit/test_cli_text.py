@@ -170,7 +170,7 @@ def test_ps_table() -> None:
     ended = view(id="s5", state="exited", exit=Exit("ended", exit_code=0))
     lines = ps.render([view(), starting, oom, killed, ended], now=1065.0).splitlines()
     assert lines[0].split() == ps.HEADERS
-    assert " ".join(lines[1].split()) == "s1 default root python3 running - 1m 512 MiB 1 yes"
+    assert " ".join(lines[1].split()) == "s1 default root python3 running - 1m 512 MiB 1 cold yes"
     assert lines[2].split()[2:6] == ["4000000000", "python3", "starting", "boot"]
     assert "exited (out of memory)" in lines[3]
     assert "exited (signal 15)" in lines[4]

@@ -16,15 +16,15 @@ GUEST = ROOT / "guest" / "cantelop_guest"
 
 LAYERS = [
     ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail"],
-    ["process", "host", "trees", "trust", "watch"],
+    ["process", "host", "peers", "systemd", "trees", "trust", "watch"],
     [
         *("jail", "uids", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
-        *("image", "image_*", "scratch", "workspace", "ninep", "tools"),
+        *("image", "image_*", "record", "scratch", "workspace", "ninep", "tools"),
     ],
     ["vmm", "vmm.*"],
-    ["sandbox", "attendant", "link"],
-    ["session", "sessions", "pool", "reaper"],
-    ["api", "daemon", "preflight", "__main__", "cli", "cli.*"],
+    ["sandbox", "attendant", "caller", "channels", "logbook", "link"],
+    ["session", "sessions", "plans", "pool", "reaper", "admission", "lease", "usage", "metrics"],
+    ["api", "daemon", "preflight", "__main__", "cli", "cli.*", "bench", "bench.*"],
 ]
 """By layer. A module may import what is lower, and within its own layer without going in a circle.
 

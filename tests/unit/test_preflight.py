@@ -72,7 +72,7 @@ def test_an_image_that_is_missing_says_how_to_build_it(tmp_path: Path) -> None:
 
 
 async def test_nobody_on_the_socket(tmp_path: Path) -> None:
-    found = await preflight.daemon(tmp_path / "none.sock")
+    (found,) = await preflight.daemon(tmp_path / "none.sock")
     assert found.status == ("ok" if os.geteuid() == 0 else "fail")
     assert "none" in found.found
 

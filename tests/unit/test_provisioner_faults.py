@@ -159,8 +159,17 @@ async def test_nbclient_shows_why_a_kernel_did_not_start(
 
 @pytest.mark.parametrize("fault", ["answer", "drop", "hang", "gone"])
 async def test_a_daemons_hiccup_is_no_death(
-    start: Start, fake_daemon: FakeDaemon, fault: str, caplog: pytest.LogCaptureFixture
+    start: Start,
+    fake_daemon: FakeDaemon,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    async def start_again(path: Path) -> None:
+        """A daemon that is started anew adopts what lives."""
+        path.with_suffix(".away").rename(path)
+
+    monkeypatch.setattr("cantelop_provisioner.kernel.ensure_daemon", start_again)
     manager, client = await start()
     faults = fake_daemon.faults
     if fault == "answer":
@@ -176,8 +185,7 @@ async def test_a_daemons_hiccup_is_no_death(
     await manager.interrupt_kernel() if fault != "hang" else None
     assert len([one for one in caplog.records if "no word from" in one.getMessage()]) == 1
     faults.answer, faults.drop, faults.hang = None, False, False
-    if fault == "gone":
-        fake_daemon.path.with_suffix(".away").rename(fake_daemon.path)
+    assert fake_daemon.path.exists()
     assert await manager.is_alive()
     assert await run(client, "print(1)") == "1"
 
@@ -205,8 +213,16 @@ async def test_a_session_the_daemon_does_not_know_is_dead(
 
 
 async def test_cleanup_without_a_daemon_does_not_raise(
-    start: Start, fake_daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+    start: Start,
+    fake_daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    async def refuse(_: Path) -> None:
+        """As for a user who may not start a daemon."""
+        raise errors.DaemonUnavailable("nobody answers")
+
+    monkeypatch.setattr("cantelop_provisioner.kernel.ensure_daemon", refuse)
     manager, _ = await start()
     provisioner = manager.provisioner
     assert provisioner is not None

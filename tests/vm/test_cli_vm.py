@@ -17,7 +17,9 @@ import nbformat
 import psutil
 import pytest
 
+from cantelop_kernels.bench import report
 from cantelop_kernels.slot import uid_range
+from tests.fakes.figures import results
 
 pytestmark = pytest.mark.vm
 
@@ -153,6 +155,17 @@ def test_the_boundary_from_within(cantelop: Run, tmp_path: Path) -> None:
     done = cantelop("run", notebook, "-o", str(out), "--show", "--allow-emulation")
     assert done.returncode == 0, done.stderr
     assert os.uname().release not in done.stdout and "interfaces: ['lo']" in done.stdout
+
+
+def test_the_figures_of_a_bench_are_shown_in_a_sandbox(cantelop: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.ipynb"
+    notebook = str(REPO / "notebooks/benchmarks.ipynb")
+    figures = ("-p", "bench", report.as_json(results()))
+    done = cantelop("run", notebook, "-o", str(out), *figures, "--allow-emulation")
+    assert done.returncode == 0, done.stderr
+    shown = [one for one in outputs(out) if "data" in one]
+    assert ["image/png" in one["data"] for one in shown] == [False, True, True]
+    assert "iopub, 50 MB" in shown[0]["data"]["text/html"]
 
 
 def test_a_failing_cell_and_what_ran_before_it(cantelop: Run, tmp_path: Path) -> None:

@@ -133,14 +133,23 @@ def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["d.lock"]
 
 
-def test_a_killed_daemon_takes_its_sandboxes_along(tmp_path: Path) -> None:
-    """Until another daemon can adopt them; what it leaves on disk goes with the next start."""
+COUNT = """
+import time
+print('up', flush=True)
+for n in range(30):
+    print(n, flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_a_killed_daemon_costs_no_session_anything(tmp_path: Path) -> None:
+    """A cell runs on without a daemon, and the next daemon ends what is left to be ended."""
     env = environment(tmp_path)
     state = Path(env["CANTELOP_STATE"])
     before = machine(state)
     daemon = serve(env)
     client = subprocess.Popen(
-        [*COMMAND, "exec", "import time; print('up', flush=True); time.sleep(300)"],
+        [*COMMAND, "exec", COUNT],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -149,11 +158,32 @@ def test_a_killed_daemon_takes_its_sandboxes_along(tmp_path: Path) -> None:
     assert client.stdout is not None and client.stdout.readline() == "up\n"
     daemon.kill()
     daemon.wait()
+    time.sleep(1)
+    again = serve(env)
+    out, err = client.communicate(timeout=60)
+    assert client.returncode == 0, err
+    assert out.split() == [str(n) for n in range(30)]
     wait_for_none()
     assert ours() == []
-    client.terminate()
-    client.communicate(timeout=60)
+    again.terminate()
+    assert again.wait(30) == 0
+    assert machine(state) == before
+
+
+def test_a_client_and_its_daemon_that_die_leave_nothing_but_for_the_next(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    state = Path(env["CANTELOP_STATE"])
+    before = machine(state)
+    daemon = serve(env)
+    client = subprocess.Popen([*COMMAND, "exec", COUNT], env=env, stdout=subprocess.PIPE, text=True)
+    with client:
+        assert client.stdout is not None and client.stdout.readline() == "up\n"
+        daemon.kill()
+        daemon.wait()
+        client.kill()
     again = serve(env)
+    wait_for_none()
+    assert ours() == []
     again.terminate()
     assert again.wait(30) == 0
     assert machine(state) == before

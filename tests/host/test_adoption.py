@@ -1,0 +1,269 @@
+"""A daemon that is killed at any moment: live sessions go on, everything else goes (THREATS 29)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cantelop_kernels import client, schema
+from cantelop_kernels.errors import CantelopError
+from cantelop_kernels.slot import uid_range
+from tests.fakes.fake_vmm_daemon import MOMENTS, STEPS
+from tests.fakes.host_stack import KEY, UID_BASE, connected, eventually, output, processes
+
+REPO = Path(__file__).parents[2]
+
+
+@dataclass
+class Host:
+    """A place for daemons to come and go in."""
+
+    folder: Path
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def client(self) -> client.Client:
+        return client.Client(self.folder / "c.sock")
+
+    def serve(self, *, die_at: str = "", **settings: object) -> subprocess.Popen[bytes]:
+        """A daemon that already answers."""
+        quick = {"uid_base": UID_BASE, "grace_seconds": 0.5, "drain_seconds": 0.0} | settings
+        lines = [f"{key} = {value}" for key, value in quick.items() if key != "apps"]
+        (self.folder / "c.toml").write_text("\n".join([*lines, str(settings.get("apps", ""))]))
+        read, write = os.pipe()
+        argv = [sys.executable, "-m", "tests.fakes.fake_vmm_daemon", "--ready-fd", str(write)]
+        argv += ["--socket", str(self.folder / "c.sock"), "--config", str(self.folder / "c.toml")]
+        argv += ["--die-at", die_at] if die_at else []
+        env = os.environ | {"CANTELOP_STATE": str(self.folder / "state")}
+        with (self.folder / "daemon.log").open("ab") as log:
+            daemon = subprocess.Popen(
+                argv, env=env, cwd=REPO, pass_fds=[write], stdout=log, stderr=log
+            )
+        os.close(write)
+        self.daemons.append(daemon)
+        with os.fdopen(read) as ready:
+            assert ready.read() == "ready\n", self.log()
+        return daemon
+
+    def log(self) -> str:
+        return (self.folder / "daemon.log").read_text()
+
+    def left(self) -> list[str]:
+        """What of sandboxes is there: folders, endpoints, processes, fake machines."""
+        found = [p.name for p in (self.folder / "state" / "sandboxes").glob("*")]
+        found += [p.name for p in (self.folder / "c.ipc").glob("*")]
+        found += [p.name() for p in processes()]
+        return found + machines(self.folder)
+
+    async def create(self, **fields: object) -> schema.SessionView:
+        return await self.client.create(schema.SessionRequest(key=KEY, **fields))  # type: ignore[arg-type]
+
+
+def machines(folder: Path) -> list[str]:
+    """Fake machines and what they started: all have the folder in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"{folder}/state/sandboxes" in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture
+def host(place: Path) -> Iterator[Host]:
+    made = Host(place)
+    yield made
+    for daemon in made.daemons:
+        if daemon.poll() is None:
+            daemon.terminate()
+            assert daemon.wait(30) == 0, made.log()
+    assert made.left() == []
+
+
+def kill(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.kill()
+    daemon.wait()
+
+
+ALIVE = ("after the record", "before the destruction")
+
+
+@pytest.mark.parametrize("where", [*STEPS, *(one for one in MOMENTS if one not in ALIVE)])
+async def test_what_was_not_yet_or_no_longer_a_session_is_destroyed(host: Host, where: str) -> None:
+    daemon = host.serve(die_at=where)
+    with pytest.raises(CantelopError):
+        async with asyncio.timeout(20):
+            view = await host.create()
+            await host.client.end(view.id)
+    assert daemon.wait(5) == -signal.SIGKILL
+    again = host.serve()
+    assert host.left() == [], host.log()
+    view = await host.create()
+    await host.client.end(view.id)
+    again.terminate()
+    assert again.wait(30) == 0
+
+
+@pytest.mark.parametrize("where", ALIVE)
+async def test_a_session_with_a_record_is_adopted(host: Host, where: str) -> None:
+    """Before its client knows of it, and after its client has wanted its end."""
+    daemon = host.serve(die_at=where)
+    with pytest.raises(CantelopError):
+        view = await host.create()
+        await host.client.end(view.id)
+    assert daemon.wait(5) == -signal.SIGKILL
+    host.serve()
+    (view,) = await host.client.sessions()
+    assert view.state == "running"
+    async with connected(view) as kernel:
+        assert await output(kernel, "print(1)") == "1\n"
+
+
+COUNT = """
+import time
+for n in range(40):
+    print(n, flush=True)
+    time.sleep(0.05)
+"""
+
+
+async def test_a_cell_runs_on_and_its_output_arrives(host: Host) -> None:
+    daemon = host.serve()
+    view = await host.create()
+    bystander = await host.create()
+    async with connected(view) as kernel:
+        await output(kernel, "kept = 42")
+        running = asyncio.ensure_future(output(kernel, COUNT))
+        await asyncio.sleep(0.5)
+        kill(daemon)
+        await asyncio.sleep(0.5)
+        again = host.serve()
+        assert await running == "".join(f"{n}\n" for n in range(40))
+        assert await output(kernel, "print(kept)") == "42\n"
+        now = await host.client.get(view.id)
+        fields = ("id", "endpoints", "created", "app", "user", "digest", "boot_seconds")
+        assert [getattr(now, one) for one in fields] == [getattr(view, one) for one in fields]
+        assert {one.id for one in await host.client.sessions()} == {view.id, bystander.id}
+        kernel.execute("import time; time.sleep(60)")
+        await asyncio.sleep(0.3)
+        await host.client.signal(view.id, signal.SIGINT)
+        usage = await host.client.usage(view.id)
+        assert usage.memory > 0 and usage.to_client > 0
+        # and a restart keeps its place
+        second = await host.create(endpoints=view.endpoints.token)
+        assert second.endpoints == view.endpoints
+        await kernel.wait_for_ready(timeout=20)
+    kill(again)
+    host.serve()  # a second time
+    assert {one.id for one in await host.client.sessions()} == {second.id, bystander.id}
+    for one in (second.id, bystander.id):
+        await host.client.end(one)
+    await host.client.release(second.endpoints.token)
+    await host.client.release(bystander.endpoints.token)
+    assert host.left() == []
+
+
+async def test_a_kernel_that_ended_while_there_was_no_daemon(host: Host) -> None:
+    daemon = host.serve()
+    view = await host.create()
+    async with connected(view) as kernel:
+        kill(daemon)
+        kernel.execute("import os; os._exit(7)")
+        await asyncio.sleep(1)
+    host.serve()
+    ended = await host.client.wait(view.id, 5)
+    assert ended.exit is not None and ended.exit.exit_code == 7
+    await eventually(lambda: machines(host.folder) == [])
+
+
+CLIENT = """
+import asyncio, sys
+from pathlib import Path
+from cantelop_kernels.client import Client
+from cantelop_kernels.schema import SessionRequest
+async def main():
+    print((await Client(Path(sys.argv[1])).create(SessionRequest(key="k"))).id, flush=True)
+asyncio.run(main()); sys.stdin.read()
+"""
+
+
+async def test_a_client_that_ended_while_there_was_no_daemon(host: Host) -> None:
+    daemon = host.serve()
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CLIENT, str(host.folder / "c.sock")),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    session_id = (await child.stdout.readline()).decode().strip()
+    kill(daemon)
+    child.kill()
+    await child.wait()
+    host.serve()
+    ended = await host.client.wait(session_id, 10)
+    assert ended.exit is not None and "client's process ended" in ended.exit.reason
+    await eventually(lambda: host.left() == [])
+
+
+async def test_sessions_are_left_to_the_next_daemon_when_told_so(host: Host) -> None:
+    daemon = host.serve(apps="[apps.default]\nwarm = 1")
+    view = await host.create()
+    daemon.send_signal(signal.SIGUSR1)
+    assert daemon.wait(20) == 0
+    async with connected(view) as kernel:
+        assert await output(kernel, "print(1)") == "1\n"
+    host.serve()
+    assert [one.id for one in await host.client.sessions()] == [view.id]
+
+
+async def test_warm_sandboxes_do_not_outlive_their_daemon(host: Host) -> None:
+    daemon = host.serve(apps="[apps.default]\nwarm = 1")
+    async with asyncio.timeout(20):
+        while not [one for one in await host.client.pool() if one.ready]:
+            await asyncio.sleep(0.1)
+    kill(daemon)
+    await eventually(lambda: processes() == [] and machines(host.folder) == [], 10)
+    host.serve()
+    assert host.left() == []
+
+
+async def test_a_stopped_daemon_waits_for_sessions_a_while(host: Host) -> None:
+    daemon = host.serve(drain_seconds=20.0)
+    view = await host.create()
+    async with connected(view) as kernel:
+        running = asyncio.ensure_future(output(kernel, "import time; time.sleep(1); print('done')"))
+        await asyncio.sleep(0.2)
+        daemon.terminate()
+        assert await running == "done\n"
+        with pytest.raises(CantelopError, match="stopping"):
+            await host.create()
+        kernel.shutdown()
+        assert daemon.wait(15) == 0
+    assert host.left() == []
+
+
+async def test_a_record_of_processes_that_are_others_now_is_not_believed(host: Host) -> None:
+    daemon = host.serve()
+    view = await host.create()
+    kill(daemon)
+    (path,) = (host.folder / "state" / "sandboxes").glob("*/session.json")
+    path.write_text(path.read_text().replace('"start": ', '"start": 1'))
+    host.serve()
+    assert await host.client.sessions() == []
+    await eventually(lambda: host.left() == [])
+    assert view.endpoints.token not in os.listdir(host.folder / "c.ipc")
+
+
+def test_the_range_of_these_tests_is_theirs() -> None:
+    assert UID_BASE in uid_range(UID_BASE)
