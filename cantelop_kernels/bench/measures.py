@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from queue import Empty
+from textwrap import dedent
 from typing import Any
 
 import psutil
@@ -36,6 +37,9 @@ there already, until the message that ends the output counts as lost."""
 
 _SLOW = 0.001
 """Seconds that the slow reader takes over each message, once it reads."""
+
+_LONG = 1000
+"""Characters that the slow reader's messages have besides their number."""
 
 _SILENT: dict[str, Any] = {"stdout": DEVNULL, "stderr": DEVNULL}
 """For a local kernel, whose warnings would come between the lines of the progress."""
@@ -127,13 +131,18 @@ async def throughput(kc: AsyncKernelClient, megabytes: int) -> float:
 async def growth(kc: AsyncKernelClient, megabytes: int, process: psutil.Process) -> int:
     """Bytes by which `process` grew, at its most, while so much output went by.
 
-    In flushed pieces of a tenth of a MB: the kernel queues up to 1000 messages (ZMQ's high-water
-    mark) in its own memory, and what is printed without a flush without any bound.
+    In flushed pieces of a tenth of a MB, so that what the kernel queues (1000 messages, ZMQ's
+    high-water mark) fits a small guest; and not by print, all of which IPython 9 keeps in memory.
     """
     sizes = [host.rss(process)]
-    pieces, size = 10 * megabytes, _MEGABYTE // 10 - 1
-    code = f"for _ in range({pieces}): print('x' * {size}, flush=True)"
-    await run(kc, code, lambda _: sizes.append(host.rss(process)))
+    pieces, size = 10 * megabytes, _MEGABYTE // 10
+    code = f"""
+        import sys
+        for _ in range({pieces}):
+            type(sys.stdout).write(sys.stdout, "x" * {size})
+            sys.stdout.flush()
+    """
+    await run(kc, dedent(code), lambda _: sizes.append(host.rss(process)))
     return max(sizes) - sizes[0]
 
 
@@ -147,9 +156,10 @@ class Prints:
 
 async def prints(kc: AsyncKernelClient, count: int, stall: float = 0.0) -> Prints:
     """A message each. With `stall` a slow reader: for so many seconds it reads nothing, and then
-    takes its time over each message."""
+    takes its time over each message; these are longer, to fill what buffers there are."""
     arrived: set[str] = set()
-    code = f"for _n in range({count}): print(_n, flush=True)"
+    more = f", '.' * {_LONG}" if stall else ""
+    code = f"for _n in range({count}): print(_n{more}, flush=True)"
     pace = _Pace(stall, _SLOW) if stall else _AT_ONCE
     took = await run(kc, code, lambda text: arrived.update(text.split()), pace)
     return Prints(took, len(set(map(str, range(count))) - arrived))

@@ -22,7 +22,8 @@ _NONE = "–"
 
 def table(results: Results) -> Table:
     """One line per figure, one column per target, and the ratio of each to the base."""
-    made = Table(box=box.SIMPLE_HEAD, title=title(results), caption=caption(results))
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made.title, made.caption = title(results), caption(results)
     made.title_justify = made.caption_justify = "left"
     made.add_column("medians")
     for target in results.targets:

@@ -21,6 +21,7 @@ from cantelop_kernels.cli import kernel, terminal
 from cantelop_kernels.cli.steps import Steps
 from cantelop_kernels.errors import ConfigError, EmulationRefused, PermissionRefused
 from cantelop_kernels.image import ImageStore
+from cantelop_kernels.session import EMULATED
 
 
 def add_parser(commands: Any) -> None:
@@ -80,6 +81,8 @@ async def command(args: argparse.Namespace) -> int:
     settings = load(allow_emulation=args.allow_emulation)
     check(settings, config.state_path())
     report.prepare(args.output)
+    if not host.hardware_kvm():
+        terminal.note(EMULATED)
     with Steps() as steps:
         results = await _measure(settings, sizes(args), steps)
     show(results, args.output, as_json=args.json)
