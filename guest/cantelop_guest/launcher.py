@@ -155,7 +155,25 @@ def initialize(argv: list[str]) -> Any:
     app.init_iopub = init_lossless_iopub
     app.initialize(argv)
     del app.init_iopub
+    shut_down_promptly(app.kernel)
     return app
+
+
+def shut_down_promptly(kernel: Any) -> None:
+    """Let the last flush of a shutdown wait half a second, where ipykernel's waits ten.
+
+    The thread that would have to answer it may be gone by then: ipykernel 7.4 stops it while the
+    control thread still flushes, and then joins that one.
+    """
+    do_shutdown = kernel.do_shutdown
+
+    def shut_down(restart: bool) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "flush_timeout"):
+                stream.flush_timeout = 0.5
+        return do_shutdown(restart)
+
+    kernel.do_shutdown = shut_down
 
 
 def make_lossless(iopub_thread: Any) -> None:
