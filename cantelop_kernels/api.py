@@ -30,7 +30,7 @@ MAX_BODY = 256 * 1024
 MAX_HEADER = 16 * 1024
 MAX_WAIT = 300.0
 _IDLE_SECONDS = 30.0
-_BODY_SECONDS = 10.0
+BODY_SECONDS = 10.0
 _PAUSE = 1.0
 MAX_CONNECTIONS = 512
 """Of one user at a time: each kernel that is waited for holds one."""
@@ -258,7 +258,7 @@ class Server(HTTPServer):
             max_header_size=MAX_HEADER,
             max_buffer_size=MAX_BODY + MAX_HEADER,
             idle_connection_timeout=_IDLE_SECONDS,
-            body_timeout=_BODY_SECONDS,
+            body_timeout=BODY_SECONDS,
         )
         self._admit = admit
         self._open: Counter[int] = Counter()

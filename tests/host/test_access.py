@@ -158,7 +158,7 @@ async def test_signals_are_checked(stack: Stack) -> None:
     assert (await stack.client.get(view.id)).state == "running"
 
 
-async def raw(stack: Stack, data: bytes, *, slowly: bool = False) -> bytes:
+async def raw(stack: Stack, data: bytes) -> bytes:
     """Bytes of one's own to the daemon; what it answers before it hangs up."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
@@ -240,6 +240,55 @@ async def test_a_user_who_is_not_served_holds_few_connections(stack: Stack) -> N
     await process.communicate(b"")
     ((status, _),) = await as_user(NOBODY, stack, ["GET", "/v1/info"])
     assert status == 403  # what was closed counts no more
+
+
+FLOOD = """
+import os, resource, socket, sys
+uid, path = int(sys.argv[1]), sys.argv[2]
+resource.setrlimit(resource.RLIMIT_NOFILE, (12000, 12000))
+os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
+held = []
+for _ in range(10000):
+    one = socket.socket(socket.AF_UNIX); one.connect(path); held.append(one)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_ten_thousand_sockets_keep_nobody_out(running: Running) -> None:
+    """THREATS 40, by a user whom the daemon serves."""
+    async with running(users=["65534"]) as stack:
+        before = len(os.listdir("/proc/self/fd"))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", FLOOD, str(NOBODY), str(stack.socket)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"held\n"
+        async with asyncio.timeout(5):
+            view = await stack.create()
+        assert len(os.listdir("/proc/self/fd")) < before + api.MAX_CONNECTIONS + 50
+        await process.communicate(b"")
+        await stack.client.end(view.id)
+
+
+async def test_a_body_that_comes_byte_by_byte_is_not_waited_for(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """THREATS 40. Tornado's own limits, which the daemon sets."""
+    loop = asyncio.get_running_loop()
+    head = b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        await loop.sock_connect(sock, str(stack.socket))
+        await loop.sock_sendall(sock, head)
+        async with asyncio.timeout(api.BODY_SECONDS + 5):
+            with suppress(ConnectionError):
+                while True:
+                    await loop.sock_sendall(sock, b" ")
+                    await stack.client.info()  # others are served meanwhile
+                    await asyncio.sleep(0.5)
+            assert await loop.sock_recv(sock, 100) in (b"", b"HTTP/1.1 408 Request Timeout\r\n\r\n")
 
 
 async def test_a_daemon_without_descriptors_serves_again_when_there_are_some(

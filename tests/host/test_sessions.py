@@ -197,20 +197,38 @@ async def test_logs_of_a_live_and_of_an_ended_session(stack: Stack) -> None:
     assert "from the" in (await stack.client.logs(view.id)).kernel
 
 
-async def test_twenty_cycles_leave_the_daemon_as_it_was(stack: Stack) -> None:
+CYCLES = int(os.environ.get("CANTELOP_CYCLES", "20"))
+
+
+async def test_many_cycles_leave_the_daemon_as_it_was(running: Running) -> None:
+    """Start, execute, stop, from the pool: files, memory and folders stay flat."""
     me = psutil.Process()
+    async with running(apps={"default": {"warm": 1}}) as stack:
 
-    async def cycle() -> None:
-        view = await stack.create()
-        await stack.client.end(view.id)
-        await stack.client.release(view.endpoints.token)
+        async def cycle() -> None:
+            view = await stack.create()
+            async with connected(view) as kernel:
+                assert await output(kernel, "print(1)") == "1\n"
+            await stack.client.end(view.id)
+            await stack.client.release(view.endpoints.token)
 
-    await cycle()
-    before = me.num_fds()
-    for _ in range(20):
-        await cycle()
-    assert me.num_fds() <= before
-    assert stack.folders() == [] and processes() == []
+        async def settled() -> None:
+            async with asyncio.timeout(20):
+                while [one.ready for one in await stack.client.pool()] != [1]:
+                    await asyncio.sleep(0.05)
+
+        for _ in range(5):
+            await cycle()
+        await settled()
+        files, memory = me.num_fds(), me.memory_info().rss
+        for _ in range(CYCLES):
+            await cycle()
+        await settled()
+        grown = me.memory_info().rss - memory
+        print(f"{CYCLES} cycles: {me.num_fds() - files} files, {grown >> 10} KiB more")
+        assert me.num_fds() <= files
+        assert grown < (2 << 20) + CYCLES * 32_768  # ended sessions are remembered for a while
+        assert len(processes()) == 1
 
 
 async def test_endpoints_released_while_a_session_starts_on_them(stack: Stack) -> None:

@@ -71,7 +71,9 @@ def test_jupyter_console(stack: Stack) -> None:
         console.sendline("6 * 111")
         console.expect("666")
         console.expect("In .*2.*: ")
-        console.sendline("print('he' + 'llo', input('name? '))")
+        console.sendline(
+            "print('he' + 'llo', input('na' + 'me? '))"
+        )  # not to be taken for its echo
         console.expect("name. ")
         console.sendline("Ada")
         console.expect("hello Ada")

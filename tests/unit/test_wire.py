@@ -79,3 +79,38 @@ def test_a_frame_is_a_length_and_json() -> None:
     frame = wire.encode(HELLO)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert json.loads(frame[4:]) == HELLO
+
+
+STATUS = {
+    "type": "status",
+    "id": 1,
+    "state": "running",
+    "memory_limit": 3,
+    "memory_current": 1,
+    "memory_peak": 2,
+    "memory_used": 4,
+    "cpu_seconds": 0.5,
+    "busy": None,
+    "idle_seconds": 1,
+    "uptime": 2.5,
+}
+
+
+@pytest.mark.parametrize("busy", [True, False, None])
+def test_whether_a_kernel_is_busy_may_be_unknown(busy: bool | None) -> None:
+    message = STATUS | {"busy": busy}
+    assert wire.check(message, wire.FROM_GUEST) == message
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e300", "true", "null"])
+def test_a_number_is_finite(number: str) -> None:
+    body = json.dumps(STATUS).replace('"idle_seconds": 1', f'"idle_seconds": {number}').encode()
+    with pytest.raises(wire.WireError, match="idle_seconds"):
+        list(wire.Decoder(wire.FROM_GUEST).feed(len(body).to_bytes(4, "big") + body))
+
+
+def test_a_kernel_is_bound_not_started() -> None:
+    wire.check({"type": "warm_up", "id": 1}, wire.TO_GUEST)
+    wire.check({"type": "warm", "memory_used": 1}, wire.FROM_GUEST)
+    with pytest.raises(wire.WireError, match="unknown"):
+        wire.check({"type": "start", "id": 1}, wire.TO_GUEST)
