@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -267,3 +268,53 @@ async def test_a_record_of_processes_that_are_others_now_is_not_believed(host: H
 
 def test_the_range_of_these_tests_is_theirs() -> None:
     assert UID_BASE in uid_range(UID_BASE)
+
+
+ACTIVATED = """
+import os, sys
+fd = int(sys.argv[1])
+os.dup2(fd, 3)
+os.set_inheritable(3, True)
+os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+os.execv(sys.executable, [sys.executable, "-m", "tests.fakes.fake_vmm_daemon", *sys.argv[2:]])
+"""
+
+
+async def test_systemd_opens_the_socket_and_is_told_when_it_is_served(host: Host) -> None:
+    """Socket activation and Type=notify: a client that comes before the daemon waits, no more."""
+    (host.folder / "c.toml").write_text(f"uid_base = {UID_BASE}\ndrain_seconds = 0.0\n")
+    path, notify = host.folder / "c.sock", host.folder / "n.sock"
+    loop = asyncio.get_running_loop()
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as manager,
+    ):
+        listener.bind(str(path))
+        listener.listen()
+        manager.bind(str(notify))
+        early = asyncio.ensure_future(host.client.info())
+        await asyncio.sleep(0.1)
+        read, write = os.pipe()
+        os.set_inheritable(write, True)
+        fds = [listener.fileno(), write]
+        env = os.environ | {
+            "CANTELOP_STATE": str(host.folder / "state"),
+            "NOTIFY_SOCKET": str(notify),
+        }
+        argv = [*("--socket", str(path)), *("--config", str(host.folder / "c.toml"))]
+        daemon = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", ACTIVATED, str(fds[0]), *argv, "--ready-fd", str(write)),
+            pass_fds=fds,
+            env=env,
+            cwd=REPO,
+        )
+        os.close(write)
+        async with asyncio.timeout(20):
+            assert await loop.sock_recv(manager, 100) == b"READY=1"
+            assert (await early).pid == daemon.pid
+            daemon.terminate()
+            assert await daemon.wait() == 0
+            assert await loop.sock_recv(manager, 100) == b"STOPPING=1"
+        os.close(read)
+        assert path.exists()  # it is systemd's
+        path.unlink()
