@@ -49,6 +49,10 @@ class Admission:
         return f"<Admission {len(self._granted)} granted, {len(self._waiting)} waiting>"
 
     @property
+    def granted(self) -> int:
+        return len(self._granted)
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -69,35 +73,37 @@ class Admission:
         ticket = self.try_take(need)
         if ticket is not None:
             return ticket
+        place: tuple[Need, asyncio.Future[int]]
         place = (need, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         make_room()
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.shield(place[1])
+                await asyncio.wait([place[1]])
         except TimeoutError:
-            raise Exhausted(
-                f"no room for another sandbox within {seconds:g} s: {self._full()}",
-                hint="end one (cantelop ps, kill), or raise the limit in the configuration",
-            ) from None
+            if not place[1].done():
+                raise self._exhausted(seconds) from None
+        except asyncio.CancelledError:
+            if place[1].done():
+                self.give(place[1].result())
+            raise
         finally:
-            self._leave(place)
+            if place in self._waiting:
+                self._waiting.remove(place)
+                self._serve()
+        return place[1].result()
+
+    def _exhausted(self, seconds: float) -> Exhausted:
+        return Exhausted(
+            f"no room for another sandbox within {seconds:g} s: {self._full()}",
+            hint="end one (cantelop ps, kill), or raise the limit in the configuration",
+        )
 
     def give(self, ticket: int) -> None:
         """Give a place back; giving it twice is harmless."""
         if self._granted.pop(ticket, None) is not None:
             self._serve()
             self.on_freed()
-
-    def _leave(self, place: tuple[Need, asyncio.Future[int]]) -> None:
-        """Whoever is cancelled just after it was served gives its ticket back."""
-        _, future = place
-        if place in self._waiting:
-            self._waiting.remove(place)
-            self._serve()
-        task = asyncio.current_task()
-        if future.done() and task is not None and task.cancelling():
-            self.give(future.result())
 
     def _serve(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -35,6 +36,8 @@ _PAUSE = 1.0
 MAX_CONNECTIONS = 512
 """Of one user at a time: each kernel that is waited for holds one."""
 MAX_CONNECTIONS_REFUSED = 8
+MAX_CONNECTIONS_ALL = 4096
+"""Of all users together; root, who has to look after them, is not kept out by it."""
 _UCRED = struct.Struct("3i")
 
 log = logging.getLogger(__name__)
@@ -47,9 +50,14 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(uid=uid, gid=gid, pid=pid)
 
 
+class _ClientGone(Exception):
+    """Nobody waits for the answer any more; what was asked for has been undone."""
+
+
 class _Handler(RequestHandler):
     sessions: Sessions
     peer: Peer
+    _work: asyncio.Task[Any] | None = None
 
     def initialize(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -58,6 +66,18 @@ class _Handler(RequestHandler):
         connection: Any = self.request.connection
         self.peer = peer_of(connection.stream.socket)
         self.sessions.admit(self.peer)
+
+    async def while_connected(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do it, unless the client goes away meanwhile; then there is nobody to answer."""
+        self._work = asyncio.ensure_future(work)
+        try:
+            return await self._work
+        except asyncio.CancelledError:
+            raise _ClientGone from None
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
 
     def body(self) -> Any:
         try:
@@ -74,6 +94,8 @@ class _Handler(RequestHandler):
         self.finish({"error": error.to_json()})
 
     def _handle_request_exception(self, e: BaseException) -> None:
+        if isinstance(e, _ClientGone):
+            return
         if isinstance(e, CantelopError):
             self.set_status(e.http_status)
             self.write_error(e.http_status, exc_info=(type(e), e, None))
@@ -95,26 +117,14 @@ class _Info(_Handler):
 
 
 class _Sessions(_Handler):
-    def initialize(self, sessions: Sessions) -> None:
-        super().initialize(sessions)
-        self._work: asyncio.Task[Any] | None = None
-
     def get(self) -> None:
         self.finish({"sessions": [one.view().to_json() for one in self.sessions.ls(self.peer)]})
 
     async def post(self) -> None:
         request = SessionRequest.from_json(self.body())
-        self._work = asyncio.ensure_future(self.sessions.create(request, self.peer))
-        try:
-            session = await self._work
-        except asyncio.CancelledError:
-            return  # the client is gone; what it asked for has been undone
+        session = await self.while_connected(self.sessions.create(request, self.peer))
         self.set_status(201)
         await self.finish(session.view().to_json())
-
-    def on_connection_close(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
 
 
 class _Session(_Handler):
@@ -129,7 +139,7 @@ class _Session(_Handler):
 class _Wait(_Handler):
     async def get(self, session_id: str) -> None:
         session = self.sessions.get(session_id, self.peer)
-        await _within(self._seconds(), session.ended.wait())
+        await self.while_connected(_within(self._seconds(), session.ended.wait()))
         await self.finish(session.view().to_json())
 
     def _seconds(self) -> float:
@@ -137,6 +147,8 @@ class _Wait(_Handler):
             seconds = float(self.get_query_argument("seconds"))
         except ValueError:
             raise BadRequest("seconds must be a number") from None
+        if math.isnan(seconds):  # a timer that is due at no time would hold up all others
+            raise BadRequest("seconds must be a number")
         return min(max(seconds, 0.0), MAX_WAIT)
 
 
@@ -147,13 +159,14 @@ class _Signal(_Handler):
             raise BadRequest("the body must be an object with signum, and no more")
         if type(body["signum"]) is not int or not 1 <= body["signum"] <= 64:
             raise BadRequest("signum must be a whole number from 1 to 64")
-        await self.sessions.get(session_id, self.peer).signal(body["signum"])
+        session = self.sessions.get(session_id, self.peer)
+        await self.while_connected(session.signal(body["signum"]))
         await self.finish({})
 
 
 class _Logs(_Handler):
     async def get(self, session_id: str) -> None:
-        logs = await self.sessions.get(session_id, self.peer).logs()
+        logs = await self.while_connected(self.sessions.get(session_id, self.peer).logs())
         await self.finish(logs.to_json())
 
 
@@ -174,10 +187,11 @@ class _Stats(_Handler):
 
     async def get(self, session_id: str = "") -> None:
         if session_id:
-            usage = await self.sessions.usage(self.sessions.get(session_id, self.peer))
+            session = self.sessions.get(session_id, self.peer)
+            usage = await self.while_connected(self.sessions.usage(session))
             await self.finish(usage.to_json())
             return
-        all_of_them = await self.sessions.usages(self.peer)
+        all_of_them = await self.while_connected(self.sessions.usages(self.peer))
         await self.finish({"stats": [one.to_json() for one in all_of_them]})
 
 
@@ -294,7 +308,8 @@ class Server(HTTPServer):
             loop.call_later(_PAUSE, self._resume)
             return
         peer = peer_of(connection)
-        if self._open[peer.uid] >= self._limit(peer):
+        crowded = peer.uid != 0 and self._open.total() >= MAX_CONNECTIONS_ALL
+        if crowded or self._open[peer.uid] >= self._limit(peer):
             connection.close()
             return
         connection.setblocking(False)

@@ -73,7 +73,7 @@ class Attendant:
         self._lost = ""
         self._bound = False
         self._decoder = wire.Decoder(wire.FROM_GUEST)
-        self._asked: set[int] = set()
+        self._asked: dict[int, str] = {}
         self._said: set[str] = set()
         self.over = asyncio.Event()
         guest_listener.setblocking(False)
@@ -127,13 +127,13 @@ class Attendant:
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         """To the guest. Its line takes 64 KiB at once or is stuck; either way nothing is kept."""
-        self._asked.add(message["id"])
+        self._asked[message["id"]] = wire.ANSWERS.get(message["type"], "done")
         try:
             frame = wire.encode(message)
             if self._guest is None or self._guest.send(frame) != len(frame):
                 raise OSError(self._lost or "the guest's control line is stuck")
         except (OSError, wire.WireError) as error:
-            self._asked.discard(message["id"])
+            self._asked.pop(message["id"], None)
             self._daemon.tell(
                 {"type": "failed", "id": message["id"], "reason": printable(str(error))}
             )
@@ -157,9 +157,9 @@ class Attendant:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if "id" in message:
-            if message["id"] not in self._asked:
+            wanted = self._asked.pop(message["id"], None)
+            if wanted is None or kind not in (wanted, "failed"):
                 raise wire.WireError("an answer that nobody asked for")
-            self._asked.discard(message["id"])
         elif kind in self._said:
             raise wire.WireError(f"{kind!r} for the second time")
         self._said.add(kind)

@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -33,6 +34,9 @@ from cantelop_kernels.schema import Info, Logs, PoolView, SessionRequest, Sessio
 CALL_DEADLINE = 30.0
 LAUNCH_DEADLINE = 180.0
 """Seconds; above the daemon's own boot deadline, so that its error is the one that is seen."""
+
+
+_PASSED_ON = re.compile(r"PATH|HOME|TZ|LANG|LC_\w+|TMPDIR|CANTELOP_\w+|\w+_proxy", re.IGNORECASE)
 
 
 class _UnixResolver(Resolver):
@@ -75,7 +79,7 @@ class Client:
         body = replace(request, request_id=request_id).to_json()
         try:
             answer = await self._call("POST", "/v1/sessions", body, LAUNCH_DEADLINE)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, errors.OutcomeUnknown, errors.DeadlineExceeded):
             await self._take_back(request_id)
             raise
         return SessionView.from_json(answer)
@@ -265,8 +269,18 @@ def _start_lock(path: Path) -> IO[str]:
 
 async def _autostart(path: Path, allow_emulation: bool) -> None:
     """Start a daemon in a session of its own and wait until it says that it serves."""
-    argv = ["setsid", "--fork", sys.executable, "-m", "cantelop_kernels", "serve"]
-    argv += ["--socket", str(path), "--exit-when-idle", "60"]
+    argv = [
+        "env",
+        "--chdir=/",
+        "setsid",
+        "--fork",
+        sys.executable,
+        "-P",
+        "-m",
+        "cantelop_kernels",
+        "serve",
+    ]
+    argv += ["--socket", str(path.absolute()), "--exit-when-idle", "60"]
     argv += ["--allow-emulation"] if allow_emulation else []
     read = _spawn_detached(argv)
     try:
@@ -286,6 +300,16 @@ async def until_ready(fd: int, path: Path) -> None:
         _raise_start_failure(path, said)
 
 
+def _daemon_env() -> dict[str, str]:
+    """What a daemon gets of root's environment: it must not depend on where root happened to be,
+    nor hold what root's session has secrets in."""
+    kept = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
+    for name in ("CANTELOP_CONFIG", "CANTELOP_STATE", "CANTELOP_SOCKET"):
+        if kept.get(name):
+            kept[name] = str(Path(kept[name]).absolute())
+    return kept
+
+
 def _spawn_detached(argv: list[str]) -> int:
     """Start it as nobody's child; returns the end of a pipe that is its `--ready-fd`.
 
@@ -297,7 +321,7 @@ def _spawn_detached(argv: list[str]) -> int:
         pid = os.posix_spawnp(
             argv[0],
             [*argv, "--ready-fd", str(write)],
-            dict(os.environ),
+            _daemon_env(),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),

@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +86,10 @@ async def serve(
 ) -> None:
     """Serve until told to stop, or until idle.
 
-    SIGTERM and SIGINT let the sessions end within `drain_seconds` and then end them; SIGUSR1 leaves
-    them to the next daemon, as does the death of this one. `ready` is called once the socket
-    answers. Raises ConfigError and PermissionRefused with the reason where the daemon cannot start;
-    nothing is left then.
+    SIGTERM, SIGINT and SIGHUP let the sessions end within `drain_seconds` and then end them;
+    SIGUSR1 leaves them to the next daemon, as does the death of this one. `ready` is called once
+    the socket answers. Raises ConfigError and PermissionRefused with the reason where the daemon
+    cannot start; nothing is left then.
     """
     _check_root()
     _allow_many_files()
@@ -339,12 +339,12 @@ async def _until_told(sessions: Sessions, idle_seconds: float | None) -> int | N
         if not told.done():
             told.set_result(signum)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(signum, tell, signum)
     while True:
-        try:
-            async with asyncio.timeout(idle_seconds):
+        left = None if idle_seconds is None else idle_seconds - sessions.idle_for()
+        if left is not None and left <= 0:
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
                 return await asyncio.shield(told)
-        except TimeoutError:
-            if sessions.idle_for() >= (idle_seconds or 0):
-                return None

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class EndpointFolders:
-    """All endpoint folders of one daemon, below `base` (`ipc/` beside its socket)."""
+    """All endpoint folders of one daemon, below `base` (`NAME.ipc/` beside its socket)."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -47,9 +47,8 @@ class EndpointFolders:
             await _tried(trees.remove_leftover(old))
         if not keep:
             await _tried(trees.remove(self.base))
-            self.base.mkdir(mode=0o711)
-            self.base.chmod(0o711)
-            return
+        self.base.mkdir(mode=0o711, exist_ok=True)
+        self.base.chmod(0o711)
         for old in self.base.iterdir():
             if old.name not in keep:
                 await _tried(trees.remove(old))
@@ -69,8 +68,8 @@ class EndpointFolders:
         May be called again for the same endpoints: the old sockets are then replaced, as a restart
         wants (jupyter_client has unlinked them by then).
         """
-        folder = self.base / endpoints.token
-        aside = self.base / f".{endpoints.token}"
+        folder = _folder(endpoints)
+        aside = folder.with_name(f".{endpoints.token}")
         await trees.remove(aside)
         aside.mkdir(mode=0o700)
         listeners: list[socket.socket] = []
@@ -90,7 +89,12 @@ class EndpointFolders:
     async def remove(self, endpoints: Endpoints) -> None:
         """Take the folder away; nothing happens when it is gone already. Raises CantelopError
         where something that the user has put there cannot be removed."""
-        await trees.remove(self.base / endpoints.token)
+        await trees.remove(_folder(endpoints))
+
+
+def _folder(endpoints: Endpoints) -> Path:
+    """Adopted ones may be another daemon's, beside another socket."""
+    return Path(endpoints.ip).parent
 
 
 async def _tried(removal: Awaitable[None]) -> None:

@@ -260,7 +260,10 @@ class VerifiedImages:
     def resolve(self, name_or_digest: str) -> Image:
         """As `ImageStore.resolve` with `verify`."""
         image = self._store.resolve(name_or_digest)
-        stats = [(image.path / part).stat() for part in PARTS]
+        try:
+            stats = [(image.path / part).stat() for part in PARTS]
+        except FileNotFoundError:  # removed just now
+            raise corrupt(image.name, "a file of it is missing") from None
         known = tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
         if known not in self._seen:
             self._store.resolve(name_or_digest, verify=True)

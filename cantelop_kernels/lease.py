@@ -36,7 +36,10 @@ class Leases:
         while True:
             await asyncio.sleep(self._pause())
             running = [one for one in sessions if one.is_running]
-            await asyncio.gather(*(self.look(one) for one in running))
+            results = await asyncio.gather(*map(self.look, running), return_exceptions=True)
+            for one, result in zip(running, results, strict=True):
+                if isinstance(result, Exception):
+                    log.error("could not look after session %s: %r", one.id, result)
             self._warned &= {one.id for one in running}
 
     async def look(self, session: Session) -> None:

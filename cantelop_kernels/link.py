@@ -50,6 +50,9 @@ FROM_ATTENDANT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 }
 
 
+_ANSWERS = {**wire.ANSWERS, "logs_request": "logs"}
+
+
 def encode(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -97,7 +100,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._ids = count(secrets.randbits(48))  # an answer to an earlier daemon is none to us
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        self._late: set[int] = set()
         self.hello: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.warm: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -116,13 +120,17 @@ class Link:
         DeadlineExceeded."""
         number = next(self._ids)
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._answers[number] = answer
+        self._answers[number] = (_ANSWERS.get(type_, "done"), answer)
         try:
             self._send({"type": type_, "id": number, **fields}, fds)
             async with asyncio.timeout(deadline):
                 message = await answer
         except TimeoutError:
+            self._late.add(number)
             raise DeadlineExceeded(f"the sandbox did not answer {type_!r} in time") from None
+        except asyncio.CancelledError:
+            self._late.add(number)
+            raise
         finally:
             del self._answers[number]
         if message["type"] == "failed":
@@ -166,6 +174,7 @@ class Link:
         try:
             self._take(decode(packet, FROM_ATTENDANT))
         except wire.WireError as error:
+            self._loop.remove_reader(self._sock.fileno())
             self._lost(f"its attendant sent {error}")
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -173,17 +182,28 @@ class Link:
         if kind == "lost":
             self._lost(message["reason"])
         elif "id" in message:
-            answer = self._answers.get(message["id"])
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            self._answer(message)
         else:
             event: asyncio.Future[dict[str, Any]] = getattr(self, kind)
             if not event.done():
                 event.set_result(message)
 
+    def _answer(self, message: dict[str, Any]) -> None:
+        """Raises WireError for one that was not asked for, or is of another kind."""
+        number, kind = message["id"], message["type"]
+        if number in self._late:
+            self._late.discard(number)
+            return
+        wanted, answer = self._answers.get(number, ("", None))
+        if answer is None or kind not in (wanted, "failed"):
+            raise wire.WireError(f"{kind!r}, which nobody asked for")
+        if not answer.done():
+            answer.set_result(message)
+
     def _lost(self, reason: str) -> None:
+        answers = [answer for _, answer in self._answers.values()]
         gone = SandboxGone(f"the sandbox is gone: {reason}")
-        for future in (self.hello, self.warm, self.ready, self.exited, *self._answers.values()):
+        for future in (self.hello, self.warm, self.ready, self.exited, *answers):
             if not future.done():
                 future.set_exception(gone)
                 future.exception()  # nobody has to wait for it

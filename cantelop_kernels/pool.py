@@ -237,17 +237,25 @@ class Pool:
     async def run(self) -> None:
         """Refill for ever. Cancelled when the daemon stops; then `close`."""
         while True:
-            self._changed.clear()
-            await self._look_up()
-            self._retire()
-            shelf = self._most_wanting()
-            ticket = self._ticket(shelf) if shelf is not None else None
-            if shelf is not None and ticket is not None:
-                await self._fill(shelf, ticket)
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause()):
-                    await self._changed.wait()
+            try:
+                await self._turn()
+            except Exception:
+                log.exception("the pool could not be refilled; next try in %g s", _LOOK_SECONDS)
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _turn(self) -> None:
+        """Boot one sandbox, or wait until there may be one to boot."""
+        self._changed.clear()
+        await self._look_up()
+        self._retire()
+        shelf = self._most_wanting()
+        ticket = self._ticket(shelf) if shelf is not None else None
+        if shelf is not None and ticket is not None:
+            await self._fill(shelf, ticket)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pause()):
+                await self._changed.wait()
 
     async def close(self) -> None:
         """Destroy all that is warm; `run` must have ended. Idempotent."""
@@ -346,6 +354,9 @@ class Pool:
             self._end(warm)
             return
         shelf.ready.append(warm)
+        if self._admission.waiting:  # it has taken the place that a session now waits for
+            self.make_room()
+            return
         warm.watch = asyncio.ensure_future(self._drop_when_dead(shelf, warm))
 
     def _failed(self, shelf: _Shelf, error: CantelopError) -> None:

@@ -102,11 +102,17 @@ async def wait_pidfd(fd: int) -> None:
 async def finish(work: Awaitable[None]) -> None:
     """Await `work` to its end, even when the caller is cancelled (again) meanwhile: for undoing."""
     task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # the caller's own end matters more
+        raise cancelled
+    await task
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +307,22 @@ async def run(
     return result
 
 
-async def run_patiently(argv: Sequence[str], *, deadline: float, check: bool = True) -> Completed:
+async def run_patiently(
+    argv: Sequence[str],
+    *,
+    deadline: float,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> Completed:
     """As `run`, for undoing: a host that has no process to spare may have one in a moment."""
     for pause in _PAUSES:
         try:
-            return await run(argv, deadline=deadline, check=check)
+            return await run(argv, env=env, deadline=deadline, check=check)
         except CommandFailed as error:
             if error.returncode != _NOT_STARTED:
                 raise
             await asyncio.sleep(pause)
-    return await run(argv, deadline=deadline, check=check)
+    return await run(argv, env=env, deadline=deadline, check=check)
 
 
 def _popen(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

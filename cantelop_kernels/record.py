@@ -60,6 +60,7 @@ class SessionRecord(Schema):
     user: int
     group: int
     app: str
+    request_id: str
     image: str
     digest: str
     vcpus: int

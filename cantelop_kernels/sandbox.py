@@ -65,6 +65,8 @@ class Sandbox:
     def __init__(self, place: Jail, link: Link, machine: Machine, attendant: Process) -> None:
         self.place = place
         self.link = link
+        self.leftover: CantelopError | None = None
+        """Why something of it stays, once it has been destroyed as far as can be."""
         self.taken = False
         """Whether the guest has taken a `bind`."""
         self._machine = machine
@@ -109,6 +111,9 @@ class Sandbox:
     async def _destroy(self) -> None:
         try:
             await self._undo.aclose()
+        except CantelopError as error:
+            self.leftover = error
+            raise
         finally:
             for callback in self._callbacks:
                 callback()
@@ -279,12 +284,11 @@ async def boot(
     try:
         sandbox = await _acquire(plan, vmm, slots, stack, steps)
     except BaseException as error:
-        failure = None
-        if isinstance(error, CantelopError | OSError):
-            failure = await steps.explain(error)
-        await finish(stack.aclose())
-        if failure is not None:
-            raise failure from error
+        try:
+            if isinstance(error, CantelopError | OSError):
+                raise await steps.explain(error) from error
+        finally:
+            await finish(stack.aclose())
         raise
     sandbox.owns(stack)
     return sandbox

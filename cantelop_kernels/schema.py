@@ -7,6 +7,8 @@ the schema does not name (no host path, kernel argument or VMM flag is in it).
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import types
 import typing
@@ -15,8 +17,10 @@ from typing import Any, Self
 
 from cantelop_kernels.errors import BadRequest
 
-MAX_ENV = 32 * 1024
-"""Bytes of environment and arguments that fit a control frame with room to spare."""
+MAX_ENV = 48 * 1024
+"""Bytes of all that a request passes into the guest, as JSON: it has to fit a control frame."""
+
+_SCHEME = re.compile(r"hmac-[a-z0-9_]{1,32}")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -52,6 +56,8 @@ class Schema:
 def _coerce(name: str, hint: Any, value: object) -> Any:
     if isinstance(value, str):
         _check_text(name, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRequest(f"field {name!r} must be a finite number")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     made = value
     if origin is types.UnionType:
@@ -117,8 +123,11 @@ class SessionRequest(Schema):
         if bad:
             raise BadRequest(f"not a name for an environment variable: {bad[0]!r}")
         texts = [*self.env, *self.env.values(), *(self.argv or []), *self.extra, self.cwd or ""]
-        if any("\0" in text for text in texts) or sum(map(len, texts)) > MAX_ENV:
-            raise BadRequest(f"arguments and environment: no NUL, and at most {MAX_ENV} characters")
+        size = len(json.dumps([self.env, self.argv, self.extra, self.cwd, self.kernel_name]))
+        if any("\0" in text for text in texts) or size > MAX_ENV:
+            raise BadRequest(f"arguments and environment: no NUL, and at most {MAX_ENV} bytes")
+        if not _SCHEME.fullmatch(self.signature_scheme):
+            raise BadRequest("signature_scheme must be hmac- and the name of a hash")
         if self.request_id and not _NAME.fullmatch(self.request_id):
             raise BadRequest("request_id has letters, digits and . _ : - only")
         if self.argv == [] or len(self.key) > 512 or len(self.kernel_name) > 256:

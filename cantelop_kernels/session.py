@@ -20,7 +20,7 @@ from typing import Any
 
 from cantelop_kernels import record
 from cantelop_kernels.admission import Admission, Need
-from cantelop_kernels.errors import CantelopError, LaunchError, SandboxGone
+from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError, SandboxGone
 from cantelop_kernels.pool import Launcher, Observer, Pool
 from cantelop_kernels.process import Identity
 from cantelop_kernels.record import Running, SessionRecord
@@ -28,6 +28,9 @@ from cantelop_kernels.sandbox import Plan, Sandbox, explained
 from cantelop_kernels.schema import Endpoints, Exit, Logs, SessionRequest, SessionView
 
 _MIB = 1 << 20
+
+_WARM_TRIES = 2
+"""Warm sandboxes that one request may use up: what neither takes may be the request's fault."""
 
 EMULATED = "running under emulation, without hardware virtualization: no security boundary"
 
@@ -44,10 +47,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a session goes by: its own id, and its App."""
+    """What a session goes by: its own id, its App, and the request that asked for it."""
 
     id: str
     app: str
+    request: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Session:
     ) -> None:
         self.id = names.id
         self.app = names.app
+        self._request_id = names.request
         self.plan = plan
         self.owner = owner
         self.endpoints = endpoints
@@ -141,12 +146,12 @@ class Session:
         """Another process of the same user is the client from now on."""
         self.owner = owner
         if self.sandbox is not None and self._state == "running":
+            self._save()
             lease = owner.client.open()
             try:
                 await self.sandbox.link.request("lease", [lease])
             finally:
                 os.close(lease)
-            self._save()
 
     async def live(
         self,
@@ -195,8 +200,6 @@ class Session:
             if not started.done():
                 started.set_exception(error)
                 return
-            if isinstance(error, CantelopError):
-                self.leftover = error
             raise error
 
     async def _start_and_run(
@@ -225,13 +228,19 @@ class Session:
             self._state, self._step = "ending", "destroying the sandbox"
             self._last_logs = await sandbox.logs()
         finally:
-            await sandbox.destroy()
+            try:
+                await sandbox.destroy()
+            finally:
+                self.leftover = sandbox.leftover
 
     async def _bound(self, request: SessionRequest, listeners: Sequence[socket.socket]) -> Sandbox:
         """A sandbox that is this session's: a warm one, else one of its own. A warm one that does
         not answer costs a moment and is no error."""
         self._warm = True
-        while (warm := self._means.pool.claim(self.plan)) is not None:
+        for _ in range(_WARM_TRIES):
+            warm = self._means.pool.claim(self.plan)
+            if warm is None:
+                break
             if await self._bind(warm, request, listeners):
                 return warm
         self._warm = False
@@ -260,15 +269,15 @@ class Session:
         try:
             await self._tell(sandbox, request, listeners)
         except BaseException as error:
-            failure = None
-            missed = self._warm and not sandbox.taken
-            if isinstance(error, CantelopError) and not missed:
-                failure = _with_kernel_log(error, self._step, await sandbox.logs())
-            self.sandbox = None
-            await sandbox.destroy()
-            if failure is not None:
-                raise failure from error
-            if isinstance(error, CantelopError):
+            missed = self._warm and isinstance(error, SandboxGone | DeadlineExceeded)
+            missed = missed and not sandbox.taken
+            try:
+                if isinstance(error, CantelopError) and not missed:
+                    raise _with_kernel_log(error, self._step, await sandbox.logs()) from error
+            finally:
+                self.sandbox = None
+                await sandbox.destroy()
+            if missed:
                 return False
             raise
         return True
@@ -317,6 +326,7 @@ class Session:
             user=owner.uid,
             group=owner.gid,
             app=self.app,
+            request_id=self._request_id,
             image=plan.image.name,
             digest=plan.image.digest,
             vcpus=plan.vcpus,

@@ -21,7 +21,9 @@ from cantelop_kernels.config import App, Config
 from cantelop_kernels.endpoints import EndpointFolders
 from cantelop_kernels.errors import (
     BadRequest,
+    CantelopError,
     EmulationRefused,
+    Exhausted,
     LaunchError,
     NotFound,
     PermissionRefused,
@@ -29,13 +31,16 @@ from cantelop_kernels.errors import (
 from cantelop_kernels.peers import Peer, listed, user_name
 from cantelop_kernels.plans import Plans
 from cantelop_kernels.pool import Pool
-from cantelop_kernels.process import Identity, wait_pidfd
+from cantelop_kernels.process import Identity, finish, wait_pidfd
 from cantelop_kernels.record import SessionRecord
 from cantelop_kernels.sandbox import Plan, adopt
 from cantelop_kernels.schema import Endpoints, SessionRequest, Usage
 from cantelop_kernels.session import Means, Names, Owner, Session, new_id
 from cantelop_kernels.slot import Slot, SlotTable
 from cantelop_kernels.usage import Meter
+
+MAX_RESERVATIONS = 1024
+"""Endpoints of one user at a time, with a session behind them or kept for a restart."""
 
 REMEMBERED = 256
 """Ended sessions whose exit can still be asked for."""
@@ -77,6 +82,7 @@ class Sessions:
         self._reservations: dict[str, _Reservation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._creating = 0
         self._busy_at = time.monotonic()
         self._meter = Meter()
 
@@ -88,14 +94,19 @@ class Sessions:
         return sum(not session.ended.is_set() for session in self._sessions.values())
 
     def idle_for(self) -> float:
-        """Seconds since the last session ended, or since the start; 0 while one lives."""
-        if self.live or self._reservations:
+        """Seconds since the last request or session ended; 0 while there is one."""
+        if self.live or self._reservations or self._creating:
             self._busy_at = time.monotonic()
         return time.monotonic() - self._busy_at
 
     @property
     def pool(self) -> Pool:
         return self._means.pool
+
+    @property
+    def taken(self) -> int:
+        """Places on the host that are given to sandboxes, warm ones too."""
+        return self._means.admission.granted
 
     @property
     def waiting(self) -> int:
@@ -118,6 +129,14 @@ class Sessions:
 
         Raises LaunchError, ImageError, NotFound, BadRequest, PermissionRefused, EmulationRefused.
         """
+        self._creating += 1
+        try:
+            return await self._create(request, peer)
+        finally:
+            self._creating -= 1
+            self._busy_at = time.monotonic()
+
+    async def _create(self, request: SessionRequest, peer: Peer) -> Session:
         self._check_emulation(request, peer)
         app = self._app(request, peer)
         plan = await asyncio.to_thread(self._plans.of, app, request)
@@ -127,7 +146,7 @@ class Sessions:
                 return await self._start(request, plan, reservation)
             except BaseException:
                 if request.endpoints is None:
-                    await self._release(reservation)
+                    await finish(self._release(reservation))
                 raise
 
     def get(self, session_id: str, peer: Peer) -> Session:
@@ -200,9 +219,9 @@ class Sessions:
         sandbox.on_destroyed(lambda: self._means.admission.give(ticket))
         client = Identity(known.client_pid, known.client_start)
         owner = Owner(known.user, known.group, client, known.grace)
-        names = Names(known.id, known.app)
+        names = Names(known.id, known.app, known.request_id)
         session = Session(names, plan, owner, self._means, known.endpoints)
-        reservation = _Reservation(known.endpoints, owner, session)
+        reservation = _Reservation(known.endpoints, owner, session, known.request_id)
         self._reservations[known.endpoints.token] = reservation
         self._remember(session)
         self._task(session.go_on(sandbox, known))
@@ -223,7 +242,10 @@ class Sessions:
         for session in list(self._sessions.values()):
             await session.ended.wait()
         for reservation in list(self._reservations.values()):
-            await self._release(reservation)
+            try:
+                await self._release(reservation)
+            except CantelopError as error:
+                log.warning("%s", error)
 
     async def leave(self) -> None:
         """Start nothing more, and give up what does not run yet; the rest is another daemon's."""
@@ -260,6 +282,12 @@ class Sessions:
         grace = most if request.grace_seconds is None else min(max(0, request.grace_seconds), most)
         owner = Owner(peer.uid, peer.gid, _identity(peer), grace)
         if request.endpoints is None:
+            held = sum(one.owner.uid == peer.uid for one in self._reservations.values())
+            if held >= MAX_RESERVATIONS:
+                raise Exhausted(
+                    f"{held} sessions or endpoints are held by this user",
+                    hint="shut kernels down that are not needed, or end their Jupyter server",
+                )
             reservation = _Reservation(self._folders.reserve(), owner)
         else:
             found = self._reservations.get(request.endpoints)
@@ -306,6 +334,7 @@ class Sessions:
             reservation.session.stop("its endpoints were released")
             await reservation.session.ended.wait()
         self._reservations.pop(reservation.endpoints.token, None)
+        self._busy_at = time.monotonic()
         await self._folders.remove(reservation.endpoints)
 
     async def _start(
@@ -317,7 +346,8 @@ class Sessions:
         request, refused = _with_allowed_env(request, self._config.app(request.app))
         listeners = await self._listen(reservation)
         owner, endpoints = reservation.owner, reservation.endpoints
-        session = Session(Names(new_id(), request.app), plan, owner, self._means, endpoints)
+        names = Names(new_id(), request.app, request.request_id)
+        session = Session(names, plan, owner, self._means, endpoints)
         session.notices += [
             f"not passed into the guest, since the App {request.app!r} does not name it: {name}"
             for name in refused

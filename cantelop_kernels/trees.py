@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 
 from cantelop_kernels.errors import CantelopError
-from cantelop_kernels.process import run_patiently
+from cantelop_kernels.process import finish, run_patiently
 
 _DEADLINE = 60.0
 """Seconds for one tree. Millions of files take longer; then it is told, and stays set aside."""
@@ -28,7 +28,12 @@ async def remove(path: Path) -> None:
         path.rename(aside)
     except FileNotFoundError:
         return
-    await _rm(aside)
+    except OSError as error:  # somebody has mounted something on it
+        raise CantelopError(
+            f"{path} could not be removed: {error.strerror}",
+            hint="see what is mounted on it, and unmount it",
+        ) from error
+    await finish(_rm(aside))
 
 
 def leftovers(folder: Path, names: str) -> list[Path]:

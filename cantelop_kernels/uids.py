@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,21 +20,35 @@ from cantelop_kernels.process import run_patiently, wait_pidfd
 
 _DEADLINE = 10.0
 _EMPTY_LOOKS = 3
+_LOOKS = 50
+_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+"""All that a process with a sandbox's uid may see of the daemon's environment."""
 
 
 async def kill_all(uids: Iterable[int]) -> None:
     """Kill every process of these uids and wait for their end.
 
     kill(2) of -1 as that uid reaches all its processes at once, so that none can get away by
-    forking; a look at /proc alone would miss one that forks and ends between two readings. Raises
-    DeadlineExceeded where one does not die.
+    forking; a look at /proc alone would miss one that forks and ends between two readings. Root
+    kills as well what is found after that, since a process of that uid may have killed the killer.
+    Raises DeadlineExceeded where one does not die.
     """
     for uid in uids:
-        await run_patiently(
-            [*_as_user(uid), "sh", "-c", "kill -KILL -1"], deadline=_DEADLINE, check=False
-        )
-        for pid in _of(range(uid, uid + 1)):
-            await _ended(pid, uid)
+        await _kill_uid(uid)
+
+
+async def _kill_uid(uid: int) -> None:
+    kill = [*_as_user(uid), "sh", "-c", "kill -KILL -1"]
+    for _ in range(_LOOKS):
+        await run_patiently(kill, env=_ENV, deadline=_DEADLINE, check=False)
+        found = _of(range(uid, uid + 1))
+        if not found:
+            return
+        for pid in found:
+            await _kill_one(pid, uid)
+    raise DeadlineExceeded(
+        f"processes of uid {uid} come back faster than they are killed", hint="look at them (ps)"
+    )
 
 
 async def kill_found(uids: Container[int]) -> list[str]:
@@ -68,15 +83,16 @@ def _of(uids: Container[int]) -> dict[int, tuple[int, str]]:
     return found
 
 
-async def _ended(pid: int, uid: int) -> None:
-    """Wait for a process that has been killed, if that pid is still the one that was meant."""
+async def _kill_one(pid: int, uid: int) -> None:
+    """And wait for its end, if that pid is still the process that was meant."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{pid}").stat().st_uid == uid:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
                 async with asyncio.timeout(_DEADLINE):
                     await wait_pidfd(fd)
     except TimeoutError:

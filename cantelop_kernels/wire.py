@@ -73,7 +73,7 @@ FROM_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "failed": {"id": _INT, "reason": _STR},
     "status": {
         "id": _INT,
-        "state": _STR,  # "waiting", "warm", "running" or "exited"
+        "state": _STR,  # "waiting", "running" or "exited"
         "memory_limit": _INT,
         "memory_current": _INT,
         "memory_peak": _INT,
@@ -106,6 +106,10 @@ TO_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "status_request": {"id": _INT},
     "poweroff": {"id": _INT},
 }
+
+
+ANSWERS = {"status_request": "status"}
+"""What answers a request where it is not `done`; `failed` may always come."""
 
 
 class WireError(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cantelop_kernels import api
-from tests.fakes.host_stack import KEY, Running, Stack, processes
+from tests.fakes.host_stack import KEY, Running, Stack, eventually, processes
 
 AS_USER = """
 import http.client, json, os, socket, sys
@@ -136,6 +136,9 @@ async def test_the_owner_of_a_session_can_use_its_endpoints(running: Running) ->
         ("POST", "/v1/sessions/s-1/signal", {"signum": 9}, 404),
         ("GET", "/v1/sessions/s-1/wait?seconds=x", None, 404),
         ("GET", "/v1/nothing", None, 404),
+        ("POST", "/v1/sessions", {"key": "k", "extra": ["\u00e9" * 20000]}, 400),
+        ("POST", "/v1/sessions", {"key": "k", "signature_scheme": "x" * 100_000}, 400),
+        ("POST", "/v1/sessions", {"key": "k", "grace_seconds": float("nan")}, 400),
         ("PUT", "/v1/info", {}, 405),
         ("GET", "/../../etc/passwd", None, 404),
     ],
@@ -147,6 +150,30 @@ async def test_bad_requests_get_a_clear_answer(
     ((got, answer),) = await as_user(0, stack, step)
     assert got == status, answer
     assert answer["error"]["message"]
+
+
+async def test_no_number_of_seconds(stack: Stack) -> None:
+    view = await stack.create()
+    for text in ("nan", "x", "-nan"):
+        step = ["GET", f"/v1/sessions/{view.id}/wait?seconds={text}"]
+        ((status, body),) = await as_user(0, stack, step)
+        assert status == 400 and "must be a number" in body["error"]["message"]
+    for text in ("-inf", "-1", "0"):
+        await as_user(0, stack, ["GET", f"/v1/sessions/{view.id}/wait?seconds={text}"])
+
+
+async def test_nobody_is_waited_for_who_has_gone(stack: Stack) -> None:
+    view = await stack.create()
+    await stack.client.info()
+    before = len(asyncio.all_tasks())
+    loop = asyncio.get_running_loop()
+    request = f"GET /v1/sessions/{view.id}/wait?seconds=300 HTTP/1.1\r\nHost: x\r\n\r\n"
+    for _ in range(50):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+            await loop.sock_connect(sock, str(stack.socket))
+            await loop.sock_sendall(sock, request.encode())
+            await asyncio.sleep(0.01)
+    await eventually(lambda: len(asyncio.all_tasks()) <= before + 2)
 
 
 async def test_signals_are_checked(stack: Stack) -> None:

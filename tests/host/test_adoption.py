@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cantelop_kernels import client, schema
+from cantelop_kernels import client, schema, trees
 from cantelop_kernels.errors import CantelopError
 from cantelop_kernels.slot import uid_range
 from tests.fakes.fake_vmm_daemon import MOMENTS, STEPS
@@ -28,11 +28,12 @@ class Host:
     """A place for daemons to come and go in."""
 
     folder: Path
+    name: str = "c"
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def client(self) -> client.Client:
-        return client.Client(self.folder / "c.sock")
+        return client.Client(self.folder / f"{self.name}.sock")
 
     def serve(self, *, die_at: str = "", **settings: object) -> subprocess.Popen[bytes]:
         """A daemon that already answers."""
@@ -41,7 +42,12 @@ class Host:
         (self.folder / "c.toml").write_text("\n".join([*lines, str(settings.get("apps", ""))]))
         read, write = os.pipe()
         argv = [sys.executable, "-m", "tests.fakes.fake_vmm_daemon", "--ready-fd", str(write)]
-        argv += ["--socket", str(self.folder / "c.sock"), "--config", str(self.folder / "c.toml")]
+        argv += [
+            "--socket",
+            str(self.folder / f"{self.name}.sock"),
+            "--config",
+            str(self.folder / "c.toml"),
+        ]
         argv += ["--die-at", die_at] if die_at else []
         env = os.environ | {"CANTELOP_STATE": str(self.folder / "state")}
         with (self.folder / "daemon.log").open("ab") as log:
@@ -252,6 +258,60 @@ async def test_a_stopped_daemon_waits_for_sessions_a_while(host: Host) -> None:
         kernel.shutdown()
         assert daemon.wait(15) == 0
     assert host.left() == []
+
+
+async def test_a_lost_terminal_ends_a_daemon_in_order(host: Host) -> None:
+    daemon = host.serve(drain_seconds=20.0)
+    view = await host.create()
+    async with connected(view) as kernel:
+        running = asyncio.ensure_future(output(kernel, "import time; time.sleep(1); print('done')"))
+        await asyncio.sleep(0.2)
+        daemon.send_signal(signal.SIGHUP)
+        assert await running == "done\n"
+        kernel.shutdown()
+        assert daemon.wait(15) == 0
+
+
+async def test_sessions_are_adopted_by_a_daemon_on_another_socket(host: Host) -> None:
+    daemon = host.serve()
+    view = await host.create()
+    kill(daemon)
+    first, host.name = host.name, "other"
+    host.serve()
+    assert [one.id for one in await host.client.sessions()] == [view.id]
+    async with connected(view) as kernel:
+        assert await output(kernel, "print(1)") == "1\n"
+    await host.client.end(view.id)
+    await host.client.release(view.endpoints.token)
+    assert list((host.folder / f"{first}.ipc").iterdir()) == []
+    (host.folder / f"{first}.ipc").rmdir()
+    (host.folder / f"{first}.sock").unlink()
+
+
+async def test_a_mount_on_endpoints_keeps_no_daemon_from_serving(host: Host) -> None:
+    """As a user may do it with FUSE."""
+    daemon = host.serve()
+    view = await host.create()
+    folder = Path(view.endpoints.ip).parent
+    mount = await asyncio.create_subprocess_exec(
+        "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)
+    )
+    assert await mount.wait() == 0
+    try:
+        await host.client.end(view.id)
+        with pytest.raises(CantelopError, match="could not be removed"):
+            await host.client.release(view.endpoints.token)
+        kill(daemon)
+        host.serve()
+        other = await host.create()
+        await host.client.end(other.id)
+    finally:
+        (now,) = [p for p in host.folder.glob("*c.ipc*/*") if p.is_mount()]
+        umount = await asyncio.create_subprocess_exec("umount", "-l", str(now))
+        assert await umount.wait() == 0
+    await trees.remove(now)
+    for left in trees.leftovers(host.folder, "c.ipc"):
+        await trees.remove_leftover(left)
 
 
 async def test_a_record_of_processes_that_are_others_now_is_not_believed(host: Host) -> None:

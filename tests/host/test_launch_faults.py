@@ -27,10 +27,12 @@ from cantelop_kernels.errors import (
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.process import Process
+from cantelop_kernels.sandbox import Sandbox
+from cantelop_kernels.schema import Logs
 from cantelop_kernels.uids import kill_all
 from cantelop_kernels.vmm import Machine, VmSpec
 from tests.fakes.fake_vmm import FakeVmm
-from tests.fakes.host_stack import Running, Stack, processes
+from tests.fakes.host_stack import Running, Stack, eventually, processes
 
 
 class BadVmm(FakeVmm):
@@ -355,6 +357,37 @@ async def test_processes_that_fork_while_they_are_killed_are_all_found() -> None
     await kill_all([915_030])
     runner.wait()
     assert processes() == []
+
+
+async def test_a_process_that_kills_its_killer_is_killed() -> None:
+    kills = "import os, signal\nwhile True:\n try: os.kill(-1, 9)\n except OSError: pass"
+    runner = _as_uid(915_030, sys.executable, "-S", "-c", kills)
+    await asyncio.to_thread(_running_as, runner.pid, 915_030)
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(20):
+        await kill_all([915_030])
+    assert await asyncio.to_thread(runner.wait, 5) == -9
+    assert processes() == []
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0])
+async def test_a_failed_launch_that_is_given_up_leaves_nothing(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """Also where its client goes away while the reason is being looked for."""
+    logs = Sandbox.logs
+
+    async def slow(self: Sandbox) -> Logs:
+        await asyncio.sleep(0.5)
+        return await logs(self)
+
+    monkeypatch.setattr(Sandbox, "logs", slow)
+    work = asyncio.ensure_future(stack.create(argv=["false"]))
+    await asyncio.sleep(pause)
+    work.cancel()
+    await asyncio.wait([work])
+    await eventually(lambda: stack.sessions.live == 0 and stack.folders() == [], 10)
+    assert processes() == [] and stack.sessions.taken == 0
 
 
 def _sleeper(uid: int) -> subprocess.Popen[bytes]:

@@ -7,14 +7,20 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from cantelop_kernels.errors import NotFound
+from cantelop_kernels.jail import Jail
+from cantelop_kernels.vmm import Machine, VmSpec
+from tests.fakes.fake_vmm import FakeVmm
 from tests.fakes.host_stack import Running, Stack, connected, eventually, output
 from tests.host.test_access import NOBODY, as_user
 from tests.host.test_adoption import CLIENT
+from tests.host.test_launch_faults import DIAL, BadVmm
 
 
 async def other_client(stack: Stack) -> tuple[asyncio.subprocess.Process, str]:
@@ -115,6 +121,33 @@ async def test_a_sandbox_that_was_stopped_is_ended(running: Running, who: str) -
             assert ended.exit is not None and "did not answer for 1 s" in ended.exit.reason
             assert await output(kernel, "print(1)") == "1\n"
         assert len(stack.folders()) == 3  # the neighbour's sandbox, and both endpoints
+
+
+class OneEvil(FakeVmm):
+    """The first guest answers every question with something else."""
+
+    evil = True
+
+    @asynccontextmanager
+    async def run(
+        self, spec: VmSpec, jail: Jail, *, console: int, log: int
+    ) -> AsyncIterator[Machine]:
+        says = "say(HELLO)\nwhile True:\n d = s.recv(9999); m = json.loads(d[4:])\n"
+        says += " say(dict(type='done', id=m['id']))\n"
+        says += " if m['type'] == 'bind': say(dict(type='ready', pid=1))"
+        run = BadVmm(DIAL + says).run if self.evil else super().run
+        self.evil = False
+        async with run(spec, jail, console=console, log=log) as machine:
+            yield machine
+
+
+async def test_a_guest_that_answers_something_else_harms_itself_alone(running: Running) -> None:
+    async with running(OneEvil(), apps=app(lifetime_seconds=4.0), silence_seconds=1.0) as stack:
+        evil, good = await stack.create(), await stack.create()
+        ended = await stack.client.wait(evil.id, 10)
+        assert ended.exit is not None and "nobody asked for" in ended.exit.reason
+        ended = await stack.client.wait(good.id, 10)  # its limit still holds
+        assert ended.exit is not None and "older than 4 s" in ended.exit.reason
 
 
 async def test_usage_is_told_to_the_owner_alone(running: Running) -> None:

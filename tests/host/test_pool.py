@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from cantelop_kernels.errors import Exhausted, LaunchError
+from cantelop_kernels.errors import Exhausted, LaunchError, SandboxGone
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.jail import Jail
+from cantelop_kernels.sandbox import Sandbox
 from cantelop_kernels.schema import PoolView, SessionView
 from cantelop_kernels.vmm import Machine, VmSpec
 from tests.fakes.fake_vmm import FakeVmm
@@ -248,6 +249,35 @@ async def test_those_who_wait_are_served_in_turn(running: Running) -> None:
         await stack.client.end(first.id)
         await asyncio.gather(waiting[0], waiting[2])
         assert turns == [0, 2]
+
+
+async def test_a_session_that_came_while_the_pool_took_the_last_place(running: Running) -> None:
+    async with running(max_memory_mib=512 + 64, apps=warm(1), queue_seconds=30.0) as stack:
+        async with asyncio.timeout(20):
+            while not (await stack.client.pool() and (await shelf(stack)).booting):
+                await asyncio.sleep(0.01)
+        view = await stack.create()
+        async with connected(view) as kernel:
+            assert await output(kernel, "print(1)") == "1\n"
+
+
+async def test_a_request_that_no_guest_takes_costs_the_pool_little(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(apps=warm(3)) as stack:
+        await ready(stack, 3)
+        taken: list[Sandbox] = []
+
+        async def refuse(self: Sandbox, *_: object, **__: object) -> None:
+            taken.append(self)
+            raise SandboxGone("it does not take it")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Sandbox, "bind", refuse)
+            with pytest.raises(LaunchError, match="does not take it"):
+                await stack.create()
+        assert len(taken) == 3  # two warm ones, and its own
+        await ready(stack, 3)
 
 
 async def test_what_can_never_fit_is_refused_at_once(running: Running) -> None:

@@ -105,3 +105,15 @@ async def test_one_that_is_cancelled_just_when_it_is_served_gives_its_place_back
 async def test_what_is_too_large_for_the_host_does_not_wait() -> None:
     with pytest.raises(Exhausted, match="more than this host gives"):
         await Admission(LIMITS).take(Need(3950, 1), 60, never)
+
+
+async def test_one_that_is_served_in_the_moment_of_its_deadline_is_served() -> None:
+    for _ in range(20):
+        admission = Admission(LIMITS)
+        first = admission.force(Need(3900, 8))
+        asyncio.get_running_loop().call_later(0.01, admission.give, first)
+        try:
+            admission.give(await admission.take(Need(3900, 8), 0.01, never))
+        except Exhausted:
+            await asyncio.sleep(0.02)
+        assert admission.granted == 0

@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cantelop_kernels import client
 from cantelop_kernels.client import Client
 from cantelop_kernels.errors import DaemonUnavailable, NotFound, OutcomeUnknown
 
@@ -95,3 +97,28 @@ def test_no_permission_on_the_socket(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert f"no permission to use {path}" in ended.stderr
     assert "hint:" in ended.stderr and "Traceback" not in ended.stderr
+
+
+async def test_a_daemon_that_is_started_takes_nothing_from_where_root_happened_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No module from the current folder, no variable of root's session."""
+    found: dict[str, Any] = {}
+
+    def spawn(_path: str, argv: list[str], env: dict[str, str], **_: Any) -> int:
+        found.update(argv=argv, env=env)
+        return os.posix_spawn("/bin/true", ["true"], {})
+
+    monkeypatch.setattr(os, "posix_spawnp", spawn)
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTHONPATH", "AWS_SECRET_ACCESS_KEY", "JUPYTER_TOKEN", "NOTIFY_SOCKET"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("CANTELOP_CONFIG", "here.toml")
+    with pytest.raises(DaemonUnavailable):
+        await client._autostart(Path("d.sock"), allow_emulation=False)
+    assert "-P" in found["argv"] and "--chdir=/" in found["argv"]
+    assert str(tmp_path / "d.sock") in found["argv"]
+    assert found["env"].keys() <= {"PATH", "HOME", "TZ", "LANG", "TMPDIR"} | {
+        name for name in found["env"] if name.startswith(("CANTELOP_", "LC_"))
+    } | {name for name in found["env"] if name.lower().endswith("_proxy")}
+    assert found["env"]["CANTELOP_CONFIG"] == str(tmp_path / "here.toml")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cantelop_kernels.errors import DeadlineExceeded
-from cantelop_kernels.process import CommandFailed, Process, run, wait_pidfd
+from cantelop_kernels.process import CommandFailed, Process, finish, run, wait_pidfd
 
 ENV = {"PATH": "/usr/bin:/bin"}
 
@@ -207,3 +207,19 @@ async def test_stop_cancelled_kills_at_once() -> None:
         await task
     assert await process.wait() == -signal.SIGKILL
     process.close()
+
+
+async def test_an_undoing_is_finished_however_often_its_caller_is_cancelled() -> None:
+    done: list[int] = []
+
+    async def undo() -> None:
+        await asyncio.sleep(0.1)
+        done.append(1)
+
+    task = asyncio.ensure_future(finish(undo()))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [1]
