@@ -132,7 +132,9 @@ class OneEvil(FakeVmm):
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
     ) -> AsyncIterator[Machine]:
-        says = "say(HELLO)\nwhile True:\n d = s.recv(9999); m = json.loads(d[4:])\n"
+        says = (
+            "say(HELLO)\nwhile True:\n d = s.recv(9999) or time.sleep(60); m = json.loads(d[4:])\n"
+        )
         says += " say(dict(type='done', id=m['id']))\n"
         says += " if m['type'] == 'bind': say(dict(type='ready', pid=1))"
         run = BadVmm(DIAL + says).run if self.evil else super().run
