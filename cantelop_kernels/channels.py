@@ -13,7 +13,7 @@ from cantelop_kernels import vsock, wire
 from cantelop_kernels.relay import Relay
 
 MAX_RELAYS = 256
-CHUNK = 256 * 1024
+CHUNK = 64 * 1024
 _DIAL_DEADLINE = 10.0
 
 

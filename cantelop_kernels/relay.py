@@ -10,6 +10,9 @@ methods of `Loop`.
 
 from __future__ import annotations
 
+BURST = 16
+"""Chunks that one direction may pass before the others have their turn."""
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,23 +88,34 @@ class _Pump:
         self._loop.add_reader(self._source.fileno(), self._readable)
 
     def _readable(self) -> None:
+        """As long as chunks come full there is more, and the loop need not be asked in between."""
+        for _ in range(BURST):
+            size = self._pass_on()
+            if size < self._chunk:
+                return
+
+    def _pass_on(self) -> int:
+        """Bytes that went from source to sink; 0 where that has to wait, or is over."""
         try:
             data = self._source.recv(self._chunk)
         except (BlockingIOError, InterruptedError):
-            return
+            return 0
         except OSError:
             data = b""
         if not data:  # all that came before has been sent: a pump reads only when it holds nothing
             self._relay.close()
-            return
+            return 0
         self.passed += len(data)
         rest = self._send(memoryview(data))
         if rest is None:
             self._relay.close()
-        elif rest:
+            return 0
+        if rest:
             self._rest = rest
             self._loop.remove_reader(self._source.fileno())
             self._loop.add_writer(self._sink.fileno(), self._writable)
+            return 0
+        return len(data)
 
     def _writable(self) -> None:
         rest = self._send(self._rest)
