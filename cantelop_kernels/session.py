@@ -225,13 +225,18 @@ class Session:
                 self.exit = describe(await sandbox.ended())
             except SandboxGone as gone:
                 self.exit = Exit(reason=gone.message)
-            self._state, self._step = "ending", "destroying the sandbox"
-            self._last_logs = await sandbox.logs()
         finally:
+            self._state, self._step = "ending", "destroying the sandbox"
             try:
-                await sandbox.destroy()
+                self._last_logs = await sandbox.logs()
             finally:
-                self.leftover = sandbox.leftover
+                await self._destroy(sandbox)
+
+    async def _destroy(self, sandbox: Sandbox) -> None:
+        try:
+            await sandbox.destroy()
+        finally:
+            self.leftover = sandbox.leftover
 
     async def _bound(self, request: SessionRequest, listeners: Sequence[socket.socket]) -> Sandbox:
         """A sandbox that is this session's: a warm one, else one of its own. A warm one that does

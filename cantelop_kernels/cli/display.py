@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from cantelop_kernels.cli import terminal
-from cantelop_kernels.errors import BadRequest
+from cantelop_kernels.errors import BadRequest, SandboxGone
+
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError)
+"""What comes of a message whose fields are not there, or are of another kind."""
 
 _SUFFIX = {"image/png": "png", "image/jpeg": "jpg", "image/gif": "gif", "image/svg+xml": "svg"}
+
+
+def malformed() -> SandboxGone:
+    return SandboxGone(
+        "the kernel sent a message that is not formed as Jupyter's are",
+        hint="the code in it may have forged it; look at the code",
+    )
 
 
 class Display:
@@ -34,7 +44,17 @@ class Display:
                 ) from error
 
     def message(self, message: dict[str, Any]) -> None:
-        """Show one iopub message; those that are no output are passed over."""
+        """Show one iopub message; those that are no output are passed over.
+
+        Raises SandboxGone for one that is not formed as Jupyter's are: code in the kernel can send
+        what it likes.
+        """
+        try:
+            self._message(message)
+        except MALFORMED as error:
+            raise malformed() from error
+
+    def _message(self, message: dict[str, Any]) -> None:
         content = message["content"]
         match message["header"]["msg_type"]:
             case "stream":

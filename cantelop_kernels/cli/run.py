@@ -13,9 +13,10 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import ValidationError
 
 from cantelop_kernels.cli import kernel, notebook, terminal
-from cantelop_kernels.cli.display import Display
+from cantelop_kernels.cli.display import MALFORMED, Display, malformed
 from cantelop_kernels.cli.progress import Progress, runs
 from cantelop_kernels.errors import BadRequest, CantelopError, NotebookError
 
@@ -106,7 +107,10 @@ class _Client(NotebookClient):  # type: ignore[misc]
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if self.display is not None:
             self.display.message(msg)
-        return super().process_message(msg, cell, cell_index)
+        try:
+            return super().process_message(msg, cell, cell_index)
+        except (*MALFORMED, ValidationError) as error:
+            raise malformed() from error
 
 
 class Run:

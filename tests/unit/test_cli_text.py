@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cantelop_kernels.cli import logs, ps, report, terminal
 from cantelop_kernels.cli.display import Display, image_bytes, image_size
-from cantelop_kernels.errors import BadRequest, LaunchError, NotFound
+from cantelop_kernels.errors import BadRequest, LaunchError, NotFound, SandboxGone
 from cantelop_kernels.schema import Endpoints, Exit, Logs, SessionView
 
 RED = "\x1b[31m"
@@ -183,3 +183,20 @@ def test_logs_are_text_only() -> None:
     both = logs.render(texts, ["console", "kernel"]).splitlines()
     assert both[0].startswith("==> console") and both[1] == "boot" and both[3] == "k"
     assert logs.render(texts, []).count("==>") == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("stream", {"name": "stdout"}),
+        ("stream", 7),
+        ("display_data", {"data": 5, "metadata": []}),
+        ("execute_result", {}),
+        ("error", {"traceback": [1, 2]}),
+    ],
+)
+def test_a_forged_message_is_told_as_such(kind: str, content: object) -> None:
+    """Code in the kernel can send what it likes; that is no fault of this program."""
+    display = Display(io.StringIO(), io.StringIO())
+    with pytest.raises(SandboxGone, match="not formed as Jupyter's are"):
+        display.message({"header": {"msg_type": kind}, "content": content})
