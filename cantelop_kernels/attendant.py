@@ -109,10 +109,11 @@ class Attendant:
         message = link.decode(packet, link.TO_ATTENDANT)
         match message["type"]:
             case "logs_request":
+                self._daemon.tell({"type": "logs", "id": message["id"], **self._logs.texts()})
+            case "traffic_request":
                 to_client, to_kernel = self._channels.traffic()
                 sums = {"to_client": to_client, "to_kernel": to_kernel}
-                answer = {"type": "logs", "id": message["id"], **self._logs.texts(), **sums}
-                self._daemon.tell(answer)
+                self._daemon.tell({"type": "traffic", "id": message["id"], **sums})
             case "lease":
                 self._lease.renew(fds[0])
                 self._daemon.tell({"type": "done", "id": message["id"]})

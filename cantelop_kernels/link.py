@@ -34,23 +34,19 @@ SOCKET = "attendant.sock"
 TO_ATTENDANT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     **wire.TO_GUEST,  # passed on; `bind` brings the five listening sockets and a lease along
     "logs_request": {"id": (int,)},
+    "traffic_request": {"id": (int,)},
     "lease": {"id": (int,)},  # brings a pidfd along: of the client's process, from now on
 }
 FROM_ATTENDANT: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     **wire.FROM_GUEST,
-    "logs": {
-        "id": (int,),
-        "console": (str,),
-        "kernel": (str,),
-        "vmm": (str,),
-        "to_client": (int,),  # bytes of the five channels so far
-        "to_kernel": (int,),
-    },
+    "logs": {"id": (int,), "console": (str,), "kernel": (str,), "vmm": (str,)},
+    # bytes of the five channels so far
+    "traffic": {"id": (int,), "to_client": (int,), "to_kernel": (int,)},
     "lost": {"reason": (str,)},  # the guest is gone, or broke the rules of its channel
 }
 
 
-_ANSWERS = {**wire.ANSWERS, "logs_request": "logs"}
+_ANSWERS = {**wire.ANSWERS, "logs_request": "logs", "traffic_request": "traffic"}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -144,7 +140,7 @@ class Link:
 
     async def traffic(self) -> tuple[int, int]:
         """Bytes of the channels so far: to the client, to the kernel."""
-        message = await self.request("logs_request")
+        message = await self.request("traffic_request")
         return message["to_client"], message["to_kernel"]
 
     def close(self) -> None:

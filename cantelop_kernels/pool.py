@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from cantelop_kernels.admission import Admission, Need
 from cantelop_kernels.errors import CantelopError
@@ -125,15 +126,13 @@ class Launcher:
     ) -> Sandbox:
         """Uses up `ticket`, whatever happens. Raises as `sandbox.boot` does."""
         begun = time.monotonic()
+        gone = partial(self._admission.give, ticket)
         try:
-            sandbox = await boot(plan, self._vmm, self._slots, on_step)
-        except BaseException as error:
-            self._admission.give(ticket)
-            if isinstance(error, CantelopError):
-                self._observe.boot_failed(str(error.details.get("step", "")))
+            sandbox = await boot(plan, self._vmm, self._slots, gone, on_step)
+        except CantelopError as error:
+            self._observe.boot_failed(str(error.details.get("step", "")))
             raise
         self._observe.booted(time.monotonic() - begun)
-        sandbox.on_destroyed(lambda: self._admission.give(ticket))
         return sandbox
 
 

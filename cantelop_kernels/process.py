@@ -11,8 +11,8 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -145,6 +145,15 @@ class Identity:
             os.close(fd)
             raise
         return fd
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """A pidfd for a while. Raises ProcessLookupError where the process has ended."""
+        fd = self.open()
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 class Process:

@@ -44,6 +44,14 @@ _NO_LOGS = Logs("", "", "")
 
 
 @dataclass(frozen=True, slots=True)
+class _Parts:
+    """The processes of a sandbox."""
+
+    machine: Machine
+    attendant: Process
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All that a sandbox is made from."""
 
@@ -62,18 +70,18 @@ class Sandbox:
     Whoever holds one destroys it, once or more often, however its life went.
     """
 
-    def __init__(self, place: Jail, link: Link, machine: Machine, attendant: Process) -> None:
+    def __init__(self, place: Jail, link: Link, parts: _Parts, undo: AsyncExitStack) -> None:
+        """`undo` is everything that destroying it takes."""
         self.place = place
         self.link = link
         self.leftover: CantelopError | None = None
         """Why something of it stays, once it has been destroyed as far as can be."""
         self.taken = False
         """Whether the guest has taken a `bind`."""
-        self._machine = machine
-        self._attendant = attendant
-        self._undo = AsyncExitStack()
+        self._machine = parts.machine
+        self._attendant = parts.attendant
+        self._undo = undo
         self._destruction: asyncio.Future[None] | None = None
-        self._callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.place.slot.name} {self._machine!r}>"
@@ -92,14 +100,6 @@ class Sandbox:
         """Whether all of them run."""
         return all(one.returncode is None for one in self.processes.values())
 
-    def owns(self, undo: AsyncExitStack) -> None:
-        """Take over what has to be undone when this sandbox is destroyed."""
-        self._undo = undo
-
-    def on_destroyed(self, callback: Callable[[], None]) -> None:
-        """Called once, when nothing of it is left, or as much has gone as can."""
-        self._callbacks.append(callback)
-
     async def destroy(self) -> None:
         """Returns once nothing of it is left, also to those who come second; goes on to its end
         where its caller is cancelled. Raises CantelopError where something stays."""
@@ -114,9 +114,6 @@ class Sandbox:
         except CantelopError as error:
             self.leftover = error
             raise
-        finally:
-            for callback in self._callbacks:
-                callback()
 
     async def warm_up(self, deadline: float) -> int:
         """Have the kernel started and exercised, for whoever comes; returns the bytes of memory in
@@ -273,16 +270,22 @@ def explained(error: Exception, step: str, logs: Logs) -> LaunchError:
 
 
 async def boot(
-    plan: Plan, vmm: Vmm, slots: SlotTable, on_step: Callable[[str], None] = lambda _: None
+    plan: Plan,
+    vmm: Vmm,
+    slots: SlotTable,
+    gone: Callable[[], None],
+    on_step: Callable[[str], None] = lambda _: None,
 ) -> Sandbox:
     """A booted sandbox, which the caller destroys. Where this fails nothing is left.
 
-    Raises LaunchError with `step` and `console` in its details.
+    `gone` is called once, when nothing of it is left, or as much has gone as can. Raises
+    LaunchError with `step` and `console` in its details.
     """
     steps = _Steps(on_step)
     stack = AsyncExitStack()
+    stack.callback(gone)
     try:
-        sandbox = await _acquire(plan, vmm, slots, stack, steps)
+        return await _acquire(plan, vmm, slots, stack, steps)
     except BaseException as error:
         try:
             if isinstance(error, CantelopError | OSError):
@@ -290,14 +293,15 @@ async def boot(
         finally:
             await finish(stack.aclose())
         raise
-    sandbox.owns(stack)
-    return sandbox
 
 
-async def adopt(plan: Plan, slots: SlotTable, slot: Slot, known: SessionRecord) -> Sandbox:
+async def adopt(
+    plan: Plan, slots: SlotTable, slot: Slot, known: SessionRecord, gone: Callable[[], None]
+) -> Sandbox:
     """The sandbox of a session that an earlier daemon has left alive. Where this fails it is
-    destroyed. Raises SandboxGone."""
+    destroyed. `gone` as for `boot`. Raises SandboxGone."""
     stack = AsyncExitStack()
+    stack.callback(gone)
     place = Jail(slot, jail.sandboxes(plan.state) / slot.name)
     try:
         slots.take(slot)
@@ -310,14 +314,12 @@ async def adopt(plan: Plan, slots: SlotTable, slot: Slot, known: SessionRecord) 
         machine = Machine(_adopted(stack, known.machine), helpers)
         link = connect(place.folder)
         stack.callback(link.close)
+        return Sandbox(place, link, _Parts(machine, attendant), stack)
     except BaseException as error:
         await finish(stack.aclose())
         if isinstance(error, CantelopError | OSError):
             raise SandboxGone(f"its sandbox is gone: {error}") from error
         raise
-    sandbox = Sandbox(place, link, machine, attendant)
-    sandbox.owns(stack)
-    return sandbox
 
 
 def _adopted(stack: AsyncExitStack, known: Running) -> Process:
@@ -349,7 +351,7 @@ async def _acquire(
             vmm.run(_spec(plan, disk), place, console=pipes.console[1], log=pipes.log[1])
         )
         pipes.close_writers()
-        sandbox = step.sandbox = Sandbox(place, link, machine, attendant)
+        sandbox = step.sandbox = Sandbox(place, link, _Parts(machine, attendant), stack)
     with step("guest boot"):
         await sandbox.hello(plan.boot_deadline)
     return sandbox

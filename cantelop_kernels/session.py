@@ -8,7 +8,6 @@ beside the sandbox lets another daemon go on with it, should this one die.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
 import socket
@@ -147,11 +146,8 @@ class Session:
         self.owner = owner
         if self.sandbox is not None and self._state == "running":
             self._save()
-            lease = owner.client.open()
-            try:
+            with owner.client.held() as lease:
                 await self.sandbox.link.request("lease", [lease])
-            finally:
-                os.close(lease)
 
     async def live(
         self,
@@ -291,25 +287,22 @@ class Session:
         self, sandbox: Sandbox, request: SessionRequest, listeners: Sequence[socket.socket]
     ) -> None:
         try:
-            lease = self.owner.client.open()
+            with self.owner.client.held() as lease:
+                await sandbox.bind(
+                    listeners,
+                    lease,
+                    self.plan.boot_deadline,
+                    hostname=self.id,
+                    argv=request.argv,
+                    extra=request.extra,
+                    env=request.env,
+                    cwd=request.cwd,
+                    key=request.key,
+                    signature_scheme=request.signature_scheme,
+                    kernel_name=request.kernel_name,
+                )
         except ProcessLookupError:
             raise LaunchError("its client's process ended") from None
-        try:
-            await sandbox.bind(
-                listeners,
-                lease,
-                self.plan.boot_deadline,
-                hostname=self.id,
-                argv=request.argv,
-                extra=request.extra,
-                env=request.env,
-                cwd=request.cwd,
-                key=request.key,
-                signature_scheme=request.signature_scheme,
-                kernel_name=request.kernel_name,
-            )
-        finally:
-            os.close(lease)
 
     def _save(self) -> None:
         """A full disk costs the session nothing but its survival of this daemon."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from cantelop_kernels.admission import Need
@@ -211,12 +212,8 @@ class Sessions:
         plan = self._plans.known(known)
         slot = Slot(known.slot, self._config.uid_base)
         ticket = self._means.admission.force(Need(known.memory_mib, known.vcpus))
-        try:
-            sandbox = await adopt(plan, self._slots, slot, known)
-        except BaseException:
-            self._means.admission.give(ticket)
-            raise
-        sandbox.on_destroyed(lambda: self._means.admission.give(ticket))
+        gone = partial(self._means.admission.give, ticket)
+        sandbox = await adopt(plan, self._slots, slot, known, gone)
         client = Identity(known.client_pid, known.client_start)
         owner = Owner(known.user, known.group, client, known.grace)
         names = Names(known.id, known.app, known.request_id)
@@ -309,15 +306,8 @@ class Sessions:
 
     async def _release_when_ended(self, reservation: _Reservation) -> None:
         owner = reservation.owner
-        try:
-            pidfd = owner.client.open()
-        except ProcessLookupError:
-            pidfd = None
-        if pidfd is not None:
-            try:
-                await wait_pidfd(pidfd)
-            finally:
-                os.close(pidfd)
+        with suppress(ProcessLookupError), owner.client.held() as pidfd:
+            await wait_pidfd(pidfd)
         if owner.grace and reservation.session is not None:
             log.info("the client of %r ended; %g s of grace", reservation.session, owner.grace)
             await asyncio.sleep(owner.grace)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SOCKET = "v.sock"
@@ -42,19 +44,23 @@ def listen(folder: Path, port: int, *, uid: int, gid: int) -> socket.socket:
 
 
 def bind(listener: socket.socket, folder: Path, name: str) -> None:
-    """bind(2) by way of the folder's descriptor: a Unix path may have 107 bytes at most."""
-    fd = os.open(folder, os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
-    try:
-        listener.bind(f"/proc/self/fd/{fd}/{name}")
-    finally:
-        os.close(fd)
+    """bind(2), wherever the folder lies."""
+    with _short_path(folder, name) as path:
+        listener.bind(path)
 
 
 def connect(sock: socket.socket, folder: Path, name: str) -> None:
     """connect(2), likewise. Raises OSError."""
+    with _short_path(folder, name) as path:
+        sock.connect(path)
+
+
+@contextmanager
+def _short_path(folder: Path, name: str) -> Iterator[str]:
+    """By way of the folder's descriptor: a Unix path may have 107 bytes at most."""
     fd = os.open(folder, os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
     try:
-        sock.connect(f"/proc/self/fd/{fd}/{name}")
+        yield f"/proc/self/fd/{fd}/{name}"
     finally:
         os.close(fd)
 

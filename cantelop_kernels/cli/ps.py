@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import pwd
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from cantelop_kernels.cli.terminal import age, harmless, table
 from cantelop_kernels.client import ensure_daemon
+from cantelop_kernels.peers import user_name
 from cantelop_kernels.schema import Info, SessionView
 
 HEADERS = [
@@ -97,10 +97,3 @@ def _state(view: SessionView) -> str:
     if view.exit.signal and not view.exit.oom:
         how = f"signal {view.exit.signal}"
     return f"{view.state} ({how})" if how != "None" else view.state
-
-
-def user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -15,9 +15,9 @@ from rich.live import Live
 from rich.text import Text
 
 from cantelop_kernels.cli.kernel import positive_seconds
-from cantelop_kernels.cli.ps import user_name
 from cantelop_kernels.cli.terminal import age, table
 from cantelop_kernels.client import Client, ensure_daemon
+from cantelop_kernels.peers import user_name
 from cantelop_kernels.schema import SessionView, Usage
 
 HEADERS = [

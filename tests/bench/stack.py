@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cantelop_kernels import config
 from cantelop_kernels.bench import service, targets
-from tests.bench import fake_daemon
+from tests.fakes import fake_vmm_daemon
 
 
 @asynccontextmanager
@@ -33,6 +33,6 @@ async def fake_vmm(settings: config.Config, count: int) -> AsyncIterator[targets
         state = Path(name)
         state.chmod(0o755)
         async with service.serving(
-            settings, state, count, nth=2, program=fake_daemon.PROGRAM
+            settings, state, count, nth=2, program=fake_vmm_daemon.PROGRAM
         ) as daemon:
             yield targets.Sandboxed("fake", "fake VMM", daemon, real=False)

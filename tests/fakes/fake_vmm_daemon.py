@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cantelop_kernels.vmm import Vmm
 from tests.fakes.fake_vmm import FakeVmm
 from tests.fakes.host_stack import publish_fake_image
 
+PROGRAM = (sys.executable, "-m", "tests.fakes.fake_vmm_daemon")
 STEPS = ("slot", "image", "folder", "disk", "attendant", "virtual machine", "guest boot")
 MOMENTS = {
     "before the record": (record, "save", True),
