@@ -1,8 +1,10 @@
 """Puts a throw-away kernel through what clients do, so that the code it takes is hot.
 
-Two processes forked from the launcher before anything has run there: `be_kernel` and `be_client`.
-They share the launcher's code at the launcher's addresses. All that they write lies in one folder,
-which the launcher removes. The launcher ends both, and they end with it.
+One process forked from the launcher before anything has run there, which shares the launcher's code
+at the launcher's addresses: a kernel, and a thread that is its client. (Two processes would have to
+copy what they share twice, and an emulated CPU forgets its translations whenever they take turns:
+half a second.) All that it writes lies in one folder, which the launcher removes. The launcher ends
+it, and it ends with the launcher.
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 TYPES = {"shell": "DEALER", "iopub": "SUB", "stdin": "DEALER", "control": "DEALER", "hb": "REQ"}
 SCHEME = "hmac-sha256"
 
-PATIENCE = 1.0
-"""Seconds between two looks whether the launcher, which has its own limit, still lives."""
-
 CELLS = (
     "1",
     "print('a'); 6 * 7",
@@ -41,17 +40,20 @@ FAILING = ("def g():\n    return 1 / 0\ng()", "1 +")
 
 
 class NoAnswer(Exception):
-    """The kernel did not say what it should have, or the launcher is gone."""
+    """The kernel did not say what it should have."""
 
 
-def be_kernel(folder: str, key: str, parent: int) -> None:
-    """A whole kernel, whose home and temporary files lie in `folder`; `parent` is the launcher."""
+def exercise(folder: str, parent: int) -> None:
+    """Never returns: the process ends when all is done. Home and temporary files lie in `folder`;
+    `parent` is the launcher."""
     import json
+    import threading
 
     from tornado.ioloop import IOLoop
 
     from . import warm
 
+    key = os.urandom(16).hex()
     _live_in(folder)
     info: dict[str, Any] = {f"{name}_port": port for port, name in enumerate(CHANNELS, start=1)}
     info |= {"key": key, "signature_scheme": SCHEME, "transport": "ipc"}
@@ -64,7 +66,19 @@ def be_kernel(folder: str, key: str, parent: int) -> None:
     warm.bind_late(app, own, dict(os.environ), {})
     launcher_gone = os.pidfd_open(parent)
     IOLoop.current().add_handler(launcher_gone, lambda *_: os._exit(0), IOLoop.READ)
+    threading.Thread(target=_be_client, args=(folder, key), daemon=True).start()
     app.start()
+
+
+def _be_client(folder: str, key: str) -> None:
+    from . import warm
+
+    try:
+        use_everything(folder, key)
+    except Exception:  # noqa: BLE001 - the last frame of this process; the log is its reader
+        warm.report()
+    finally:
+        os._exit(0)
 
 
 def _live_in(folder: str) -> None:
@@ -79,9 +93,9 @@ def _live_in(folder: str) -> None:
     os.chdir(folder)
 
 
-def be_client(folder: str, key: str, parent: int, kernel: int) -> None:
-    """Connect as clients do, and use everything; `kernel` is the other process."""
-    client = Client(folder, key, parent)
+def use_everything(folder: str, key: str) -> None:
+    """Connect as clients do."""
+    client = Client(folder, key)
     client.become_ready()
     for code in CELLS:
         client.execute(code)
@@ -89,17 +103,16 @@ def be_client(folder: str, key: str, parent: int, kernel: int) -> None:
         client.execute(code, status="error")
     client.use_tools()
     client.use_stdin()
-    client.interrupt(kernel)
+    client.interrupt()
 
 
 class Client:
-    """As much of a Jupyter client as the exercise needs. Every wait may raise NoAnswer."""
+    """As much of a Jupyter client as the exercise needs. The launcher limits its time."""
 
-    def __init__(self, folder: str, key: str, parent: int) -> None:
+    def __init__(self, folder: str, key: str) -> None:
         import zmq
         from jupyter_client.session import Session
 
-        self._parent = parent
         self._session = Session(key=key.encode(), signature_scheme=SCHEME)
         self._context = zmq.Context()
         self._sockets: dict[str, Any] = {}
@@ -120,7 +133,6 @@ class Client:
         """
         self._await("iopub", "iopub_welcome", None)
         self._sockets["hb"].send(b"ping")
-        self._wait("hb")
         self._sockets["hb"].recv()
         for channel, kind, content in _GREETINGS:
             self.ask(channel, kind, content)
@@ -145,13 +157,23 @@ class Client:
         self._session.send(self._sockets["stdin"], answer)
         self._finish("shell", "execute_reply", asked)
 
-    def interrupt(self, kernel: int) -> None:
-        """Twice: in Python code, and in a system call."""
-        for code in ("while True: pass", "import time; time.sleep(60)"):
-            cell = f"print('on', flush=True)\n{code}"
+    def interrupt(self) -> None:
+        """Twice: in Python code, and between system calls.
+
+        The cell says by a pipe that it runs: an interrupt that comes while it still displays or
+        prints something may be swallowed there, or takes half a second to be told. One that comes
+        just before a long sleep begins would be noticed only after it, so the cell sleeps shortly.
+        """
+        import threading
+
+        main = threading.main_thread().ident
+        assert main is not None
+        on, tell = os.pipe()
+        for code in ("while True: pass", "import time\nwhile True: time.sleep(0.01)"):
+            cell = f"import os; os.write({tell}, b'.')\n{code}"
             asked = self._send("shell", "execute_request", _execute(cell))
-            self._await("iopub", "stream", asked)
-            os.kill(kernel, signal.SIGINT)
+            os.read(on, 1)
+            signal.pthread_kill(main, signal.SIGINT)
             self._finish("shell", "execute_reply", asked)
 
     def ask(self, channel: str, kind: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -174,18 +196,11 @@ class Client:
     def _await(self, channel: str, kind: str, asked: str | None) -> dict[str, Any]:
         """The next message of this kind that belongs to the request `asked`."""
         while True:
-            self._wait(channel)
-            _, message = self._session.recv(self._sockets[channel])
+            _, message = self._session.recv(self._sockets[channel], mode=0)
             if message is None or message["msg_type"] != kind:
                 continue
             if message["parent_header"].get("msg_id") == asked:
                 return message
-
-    def _wait(self, channel: str) -> None:
-        """Until there is something to receive."""
-        while not self._sockets[channel].poll(PATIENCE * 1000):
-            if os.getppid() != self._parent:
-                raise NoAnswer("the launcher is gone")
 
 
 def _execute(code: str, *, allow_stdin: bool = False) -> dict[str, Any]:

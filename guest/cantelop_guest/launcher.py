@@ -34,7 +34,9 @@ PRELOAD = (
     "ipykernel.debugger",
     "IPython.core.completerlib",
     "IPython.core.debugger",
+    "IPython.core.oinspect",
     "IPython.extensions.storemagic",
+    "sqlite3",
     "tornado.platform.asyncio",
     # the first traceback: an interrupt is to be answered within a second
     "stack_data",
