@@ -55,13 +55,15 @@ def emulation_args(tsc_khz: int) -> tuple[str, ...]:
     """Kernel arguments that emulation needs to boot reliably, and those that make it quick.
 
     Without the first line the kernel at times fails to calibrate its clock and hangs. The rest
-    turns off self-tests and mitigations: emulation is no security boundary to begin with. Nor are
-    12,000 lock prefixes patched away because there is one CPU: each would empty QEMU's TLB.
+    turns off self-tests, mitigations and hardening: emulation is no security boundary to begin
+    with. Nor are 12,000 lock prefixes patched away because there is one CPU: each would empty
+    QEMU's TLB.
     """
     return (
         *("tsc=reliable", f"tsc_early_khz={tsc_khz}", f"lpj={tsc_khz * 4}", "no_timer_check"),
         *("mitigations=off", "cryptomgr.notests", "rodata=off", "nokaslr", "audit=0"),
         *("lsm=capability", "noreplace-smp"),
+        *("init_on_alloc=0", "hardened_usercopy=off", "randomize_kstack_offset=off"),
         "initcall_blacklist=jent_mod_init,load_system_certificate_list",
     )
 
