@@ -1,7 +1,7 @@
 """What a session uses, read from the host's side and asked of its guest.
 
-Layer 5. The host's figures come from /proc and cannot be forged; the guest's are what its agent
-says, and serve display and idle culling only.
+Layer 5. The host's figures come from the sandbox's cgroup and cannot be forged; the guest's are
+what its agent says, and serve display and idle culling only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from cantelop_kernels.errors import CantelopError, NotFound
 from cantelop_kernels.sandbox import Sandbox
@@ -75,21 +73,13 @@ class Meter:
 
 
 def read_host(sandbox: Sandbox) -> Host:
-    """Blocking: a few files of /proc per process."""
-    cpu, memory = 0.0, 0
-    for one in sandbox.processes.values():
-        try:
-            process = psutil.Process(one.pid)
-            times = process.cpu_times()
-            cpu += times.user + times.system
-            memory += process.memory_full_info().pss
-        except psutil.Error:
-            continue
+    """Blocking: a few small files."""
+    taken = sandbox.leaf.taken()
     try:
         disk = (sandbox.place.folder / "scratch.img").stat().st_blocks * _BLOCK
     except FileNotFoundError:
         disk = 0
-    return Host(cpu, memory, disk)
+    return Host(taken.cpu, taken.memory, disk)
 
 
 async def guest_status(sandbox: Sandbox) -> dict[str, Any]:
