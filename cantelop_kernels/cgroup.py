@@ -82,6 +82,10 @@ class Hierarchy(Protocol):
         """Of the leaves that are there."""
         ...
 
+    def release(self) -> None:
+        """Take the parent away where it is empty; called when the daemon ends."""
+        ...
+
 
 def hierarchy(parent: str, mount: Path = MOUNT) -> Hierarchy:
     """The one that this host has, ready for leaves. `parent` is a folder below its root.
@@ -105,16 +109,21 @@ class _UnifiedHierarchy:
     version = 2
 
     def __init__(self, mount: Path, parent: str) -> None:
-        self._home = mount / parent
+        self._mount, self._home = mount, mount / parent
+        self._prepare()
+
+    def _prepare(self) -> None:
         try:
             self._home.mkdir(exist_ok=True, parents=True)
             for folder in reversed([self._home, *self._home.parents]):
-                if folder == mount or mount in folder.parents:
+                if folder == self._mount or self._mount in folder.parents:
                     _enable(folder)
         except OSError as error:
             raise _refused(self._home, error) from error
 
     def make(self, name: str, caps: Caps) -> Leaf:
+        if not self._home.exists():  # another daemon below the same parent has ended
+            self._prepare()
         leaf = _UnifiedLeaf(self._home / name)
         return _made(
             [leaf.folder],
@@ -133,6 +142,9 @@ class _UnifiedHierarchy:
 
     def names(self, prefix: str) -> set[str]:
         return {path.name for path in self._home.glob(f"{prefix}*") if path.is_dir()}
+
+    def release(self) -> None:
+        _release(self._home)
 
 
 def _enable(folder: Path) -> None:
@@ -173,16 +185,18 @@ class _SplitHierarchy:
     version = 1
 
     def __init__(self, mount: Path, parent: str) -> None:
-        self._homes = {}
-        for name in _V1:
-            home = (mount / name).resolve() / parent
+        self._homes = {name: (mount / name).resolve() / parent for name in _V1}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        for home in self._homes.values():
             try:
                 home.mkdir(exist_ok=True, parents=True)
             except OSError as error:
                 raise _refused(home, error) from error
-            self._homes[name] = home
 
     def make(self, name: str, caps: Caps) -> Leaf:
+        self._prepare()  # another daemon below the same parent may have ended
         leaf = self._leaf(name)
         at = leaf.folders
         values = [
@@ -211,6 +225,10 @@ class _SplitHierarchy:
             for path in home.glob(f"{prefix}*")
             if path.is_dir()
         }
+
+    def release(self) -> None:
+        for home in self._homes.values():
+            _release(home)
 
 
 class _SplitLeaf:
@@ -276,6 +294,12 @@ async def _take_away(folders: list[Path]) -> None:
     raise DeadlineExceeded(
         f"the cgroup {folders[0]} does not become empty", hint="look at the processes in it"
     )
+
+
+def _release(home: Path) -> None:
+    """One that has leaves, of another daemon perhaps, stays."""
+    with suppress(OSError):
+        home.rmdir()
 
 
 def _removed(folder: Path) -> bool:

@@ -146,6 +146,7 @@ async def running(
         finally:
             await made.sessions.drain("the daemon was stopped")
             await folders.close()
+            cgroups.release()
 
 
 @dataclass(frozen=True, slots=True)

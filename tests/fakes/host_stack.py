@@ -82,15 +82,17 @@ def publish_fake_image(state: Path, name: str = "python3") -> None:
 
 
 @asynccontextmanager
-async def connected(view: schema.SessionView) -> AsyncIterator[AsyncKernelClient]:
-    """A real, unmodified Jupyter client on a session's endpoints."""
+async def connected(
+    view: schema.SessionView, seconds: float = 30
+) -> AsyncIterator[AsyncKernelClient]:
+    """A real, unmodified Jupyter client on a session's endpoints, which has to answer in time."""
     kernel = AsyncKernelClient()
     info: Any = {f"{name}_port": number for number, name in enumerate(_PORTS, 1)}
     info |= {"transport": "ipc", "ip": view.endpoints.ip, "key": KEY.encode()}
     kernel.load_connection_info(info)
     kernel.start_channels()
     try:
-        await kernel.wait_for_ready(timeout=30)
+        await kernel.wait_for_ready(timeout=seconds)
         yield kernel
     finally:
         kernel.stop_channels()
