@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,19 +50,26 @@ def _top_link(name: str) -> str:
     return str(path.readlink()) if path.is_symlink() else ""
 
 
-async def ensure(home: Path, programs: Sequence[Path], data: Iterable[Path] = ()) -> Runtime:
+async def ensure(
+    home: Path,
+    programs: Sequence[Path],
+    data: Iterable[Path] = (),
+    places: Mapping[Path, str] | None = None,
+) -> Runtime:
     """Gather it in the folder `home`, or find it gathered. `programs` are executables and what they
-    load themselves; `data` are files that they read. Called by the daemon when it starts.
+    load themselves; `data` are files that they read; `places` says where those of them lie in the
+    jail that have no usual place on the host. Called by the daemon when it starts.
 
     Raises ConfigError where a program's libraries cannot be told, OSError where the disk is full.
     """
     files = sorted(
         {*programs, *data, *[one for path in programs for one in await _libraries(path)]}
     )
-    wanted = home / await asyncio.to_thread(_digest, files)
+    placed = {path: (places or {}).get(path) or _place(path) for path in files}
+    wanted = home / await asyncio.to_thread(_digest, placed)
     if not wanted.exists():
         home.mkdir(mode=0o755, parents=True, exist_ok=True)
-        await _gather(files, wanted)
+        await _gather(placed, wanted)
     for other in home.iterdir():
         if other != wanted:
             await trees.remove(other)
@@ -87,16 +94,18 @@ async def _libraries(program: Path) -> list[Path]:
     return [Path(found[1]) for line in done.stdout.splitlines() if (found := _LDD.search(line))]
 
 
-def _digest(files: Iterable[Path]) -> str:
+def _digest(files: Mapping[Path, str]) -> str:
     """By names, sizes and times: the contents are trusted with their folders (`trust`)."""
     known = hashlib.sha256()
-    for path in files:
+    for path, place in files.items():
         found = path.stat()
-        known.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}\0".encode())
+        known.update(
+            f"{path}\0{place}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}\0".encode()
+        )
     return known.hexdigest()[:16]
 
 
-async def _gather(files: Iterable[Path], into: Path) -> None:
+async def _gather(files: Mapping[Path, str], into: Path) -> None:
     aside = into.with_name(f".{into.name}.new")
     await trees.remove(aside)
     try:
@@ -107,11 +116,11 @@ async def _gather(files: Iterable[Path], into: Path) -> None:
         raise
 
 
-def _copy(files: Iterable[Path], into: Path) -> None:
+def _copy(files: Mapping[Path, str], into: Path) -> None:
     """Each at the name it is asked for by, without the links on the way."""
     into.mkdir(mode=0o755)
-    for path in files:
-        target = into / _place(path)
+    for path, place in files.items():
+        target = into / place.lstrip("/")
         target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         shutil.copyfile(path, target)
         target.chmod(0o755)

@@ -20,7 +20,7 @@ NEVER = (
     *("unshare", "setns", "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise"),
     *("kcmp", "pidfd_getfd", "kexec_load", "kexec_file_load", "reboot", "init_module"),
     *("finit_module", "delete_module", "bpf", "perf_event_open", "userfaultfd", "keyctl"),
-    *("add_key", "request_key", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "request_key", "io_uring_enter", "io_uring_register"),
     *("open_by_handle_at", "name_to_handle_at", "fanotify_init", "fanotify_mark", "acct", "syslog"),
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname"),
     *("iopl", "ioperm", "modify_ldt", "vhangup", "lookup_dcookie", "mbind", "migrate_pages"),
@@ -51,6 +51,10 @@ _HELPER = (
 _LOADED = ("execve", "memfd_create", "clone", "clone3", "socket")
 """What a helper needs besides, which the launcher still has to start: threads, Unix sockets."""
 
+_ABSENT = ("clone3", "io_uring_setup")
+"""Answered with "no such system call": the C library then takes clone, whose flags a filter can
+see, and QEMU another event loop."""
+
 _CLONE_NEWUSER = 0x10000000
 
 
@@ -76,8 +80,7 @@ def _compiled(names: tuple[str, ...], *, allow: bool) -> bytes:
     """A filter that lets `names` through and kills at all else, or the other way round.
 
     Never let through: a socket that is none of Unix, and a new user namespace, which would give
-    rights that the user has not; clone3, whose flags a filter cannot see, is "not there", and the
-    C library falls back on clone. Calls that this machine has not are left out. Raises ConfigError
+    rights that the user has not. Calls that this machine has not are left out. Raises ConfigError
     where libseccomp is not installed.
     """
     try:
@@ -89,11 +92,12 @@ def _compiled(names: tuple[str, ...], *, allow: bool) -> bytes:
     kill, let = lib.KILL_PROCESS, lib.ALLOW
     made = lib.SyscallFilter(defaction=kill if allow else let)
     for name in dict.fromkeys(names):
-        if name in ("clone", "clone3", "socket"):
+        if name in ("clone", "socket", *_ABSENT):
             continue
         if lib.resolve_syscall(lib.Arch.NATIVE, name) >= 0:
             made.add_rule(let if allow else kill, name)
-    made.add_rule(lib.ERRNO(errno.ENOSYS), "clone3")
+    for name in _ABSENT:
+        made.add_rule(lib.ERRNO(errno.ENOSYS), name)
     new_user = lib.Arg(0, lib.MASKED_EQ, _CLONE_NEWUSER, _CLONE_NEWUSER)
     old_user = lib.Arg(0, lib.MASKED_EQ, _CLONE_NEWUSER, 0)
     unix = lib.Arg(0, lib.EQ if allow else lib.NE, socket.AF_UNIX)

@@ -24,6 +24,7 @@ from cantelop_kernels.vmm import Drive, Machine, VmSpec
 
 BINARY = "qemu-system-x86_64"
 _VHOST_SOCKET = "vhost.sock"
+_HELPER = "/usr/bin/vhost-device-vsock"
 _HELPER_DEADLINE = 5.0
 _FIRMWARE = ("bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin")
 _FIRMWARE_FOLDERS = (Path("/usr/share/qemu"), Path("/usr/share/seabios"))
@@ -86,7 +87,9 @@ async def runtimes(state: Path, binary: Path, vhost_vsock: Path) -> Runtimes:
     programs = [binary, *_modules(binary)]
     return Runtimes(
         await runtime.ensure(state / "runtime" / "qemu", programs, _firmware()),
-        await runtime.ensure(state / "runtime" / "vsock", [vhost_vsock]),
+        await runtime.ensure(
+            state / "runtime" / "vsock", [vhost_vsock], places={vhost_vsock: _HELPER}
+        ),
     )
 
 
@@ -150,7 +153,7 @@ class Qemu:
         """See `Vmm.run`. Raises LaunchError where the helper does not come up."""
         assert self.runtimes is not None
         rights = Rights(self.runtimes.helper, seccomp.helper())
-        helper = await jail.start(self.helper_command(), rights, log=log)
+        helper = await jail.start([_HELPER, *self.helper_command()[1:]], rights, log=log)
         try:
             await _listening(helper, jail.run / _VHOST_SOCKET)
             inside, mounts = _seen_inside(spec)
