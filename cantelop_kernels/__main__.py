@@ -9,12 +9,11 @@ import argparse
 import asyncio
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
 from cantelop_kernels import __version__
-from cantelop_kernels.cli import report
+from cantelop_kernels.cli import report, streams
 from cantelop_kernels.cli.supervisor import Supervisor
 
 COMMANDS = {
@@ -35,17 +34,25 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `cantelop` script. Never raises, except SystemExit for bad usage."""
+    streams.prepare()
     args = list(sys.argv[1:] if argv is None else argv)
     debug = report.debug_wanted() or "--debug" in args
     try:
-        parsed = build_parser(args).parse_args(args)
-        code = asyncio.run(_run(parsed))
+        code = asyncio.run(_run(_parsed(args)))
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001 - the last resort, see report
         code = report.exit_code(error, debug=debug)
-        if isinstance(error, BrokenPipeError):
-            _silence_stdout()
+        if isinstance(error, BrokenPipeError | streams.OutputLost):
+            streams.give_up_stdout()
     return code
+
+
+def _parsed(args: Sequence[str]) -> argparse.Namespace:
+    try:
+        return build_parser(args).parse_args(args)
+    except SystemExit:
+        sys.stdout.flush()  # of help too, it matters whether it was told
+        raise
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -79,13 +86,6 @@ async def _run(args: argparse.Namespace) -> int:
     logging.getLogger("tornado").addHandler(logging.NullHandler())
     supervisor = args.supervisor = Supervisor()
     return await supervisor.run(args.func(args))
-
-
-def _silence_stdout() -> None:
-    """Nobody reads our output any more: let the interpreter's last flush go nowhere."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
 
 
 if __name__ == "__main__":

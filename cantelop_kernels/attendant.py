@@ -151,7 +151,7 @@ class Attendant:
             data = b""
         try:
             if not data:
-                raise wire.WireError("the guest closed its control line")
+                raise wire.WireError(link.GUEST_CLOSED)
             for message in self._decoder.feed(data):
                 self._take(message)
         except wire.WireError as error:

@@ -165,6 +165,7 @@ class Client:
                 raise errors.DaemonUnavailable(
                     f"no cantelop daemon answers on {self.path}",
                     hint="start one with: sudo cantelop serve",
+                    stopped=isinstance(error, FileNotFoundError),
                 ) from error
             except PermissionError as error:
                 raise errors.PermissionRefused(

@@ -19,12 +19,28 @@ from pathlib import Path
 
 from tornado.web import Application
 
-from cantelop_kernels import __version__, api, cgroup, host, jail, reaper, seccomp, systemd, tools
+from cantelop_kernels import (
+    __version__,
+    api,
+    cgroup,
+    host,
+    jail,
+    preflight,
+    reaper,
+    seccomp,
+    systemd,
+    tools,
+)
 from cantelop_kernels.admission import Admission, Limits
 from cantelop_kernels.cgroup import Hierarchy
 from cantelop_kernels.config import Config
 from cantelop_kernels.endpoints import EndpointFolders
-from cantelop_kernels.errors import ConfigError, PermissionRefused, SandboxGone
+from cantelop_kernels.errors import (
+    ConfigError,
+    EmulationRefused,
+    PermissionRefused,
+    SandboxGone,
+)
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.lease import Leases
 from cantelop_kernels.metrics import Metrics
@@ -32,7 +48,7 @@ from cantelop_kernels.plans import Plans
 from cantelop_kernels.pool import Launcher, Pool
 from cantelop_kernels.record import SessionRecord
 from cantelop_kernels.schema import Info
-from cantelop_kernels.session import Means
+from cantelop_kernels.session import EMULATED, Means
 from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import SlotTable
 from cantelop_kernels.trust import changeable_by_others
@@ -95,11 +111,14 @@ async def serve(
     SIGTERM, SIGINT and SIGHUP let the sessions end within `drain_seconds` and then end them;
     SIGUSR1 leaves them to the next daemon, as does the death of this one. `ready` is called once
     the socket answers. Raises ConfigError and PermissionRefused with the reason where the daemon
-    cannot start; nothing is left then.
+    cannot start, or must not since a boundary would be hollow; nothing is left then.
     """
     _check_root()
+    refused = preflight.refusal(preflight.boundary(config, options.state))
+    if refused is not None:
+        raise refused
     _allow_many_files()
-    async with running(config, options, make_vmm) as sessions:
+    async with running(config, options, _real_or_allowed(config, options, make_vmm)) as sessions:
         ready()
         systemd.notify("READY=1")
         log.info("serving on %s", options.socket)
@@ -110,6 +129,29 @@ async def serve(
         log.info("stopping")
         sessions.pool.suspend()
         await sessions.drain("the daemon was stopped", config.drain_seconds)
+
+
+def _real_or_allowed(
+    config: Config, options: Options, make_vmm: Callable[[Path], Awaitable[Vmm]]
+) -> Callable[[Path], Awaitable[Vmm]]:
+    """The same VMM, unless it emulates and nobody has allowed that (THREATS.md 5).
+
+    A daemon that a command of root's has started for itself starts all the same: it may be there to
+    end what another one left, and every session that is asked of it is decided on by itself.
+    """
+
+    async def make(state: Path) -> Vmm:
+        vmm = await make_vmm(state)
+        if vmm.emulated and not config.allow_emulation and options.idle_seconds is None:
+            raise EmulationRefused(
+                "this machine has no hardware virtualization, and emulation is not allowed here",
+                hint="use a host with KVM; for trusted code only: cantelop serve --allow-emulation",
+            )
+        if vmm.emulated:
+            log.warning("%s", EMULATED)
+        return vmm
+
+    return make
 
 
 class _LeftToTheNext(BaseException):

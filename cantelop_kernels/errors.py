@@ -76,7 +76,11 @@ class ImageError(CantelopError):
 
 
 class DaemonUnavailable(CantelopError):
-    """Nobody answers on the daemon's socket: start it, then try again."""
+    """Nobody answers on the daemon's socket: start it, then try again.
+
+    `details` has `stopped`: whether the socket is gone as well, which only a daemon that was
+    stopped in order takes away.
+    """
 
     code, http_status = "daemon_unavailable", 503
 

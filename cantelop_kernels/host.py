@@ -12,6 +12,7 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
+_VMSTAT = Path("/proc/vmstat")
 _KVM = Path("/dev/kvm")
 
 _MHZ = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
@@ -79,6 +80,18 @@ def memory_total() -> int:
 def memory_available() -> int:
     """`available_from_meminfo` of this machine."""
     return available_from_meminfo(_read(_MEMINFO))
+
+
+def oom_kills_from_vmstat(vmstat: str) -> int:
+    """Processes that Linux has killed for want of memory, since it started (`oom_kill`, Linux 4.13
+    and later; those killed at the limit of a control group among them)."""
+    found = re.search(r"^oom_kill (\d+)$", vmstat, re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+def oom_kills() -> int:
+    """`oom_kills_from_vmstat` of this machine."""
+    return oom_kills_from_vmstat(_read(_VMSTAT))
 
 
 def _read(path: Path) -> str:

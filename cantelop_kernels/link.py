@@ -26,6 +26,9 @@ MAX_PACKET = 128 * 1024
 LOG_TAIL = 5000
 """Characters of each log that an attendant keeps; three of them fit one packet."""
 
+GUEST_CLOSED = "the guest closed its control line"
+"""What an attendant says of a guest that is gone; any other reason is a rule that it broke."""
+
 _REQUEST_DEADLINE = 10.0
 
 SOCKET = "attendant.sock"
@@ -98,6 +101,8 @@ class Link:
         self._ids = count(secrets.randbits(48))  # an answer to an earlier daemon is none to us
         self._answers: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         self._late: set[int] = set()
+        self.broken = ""
+        """The rule of its channel that the guest broke; its attendant then hung up on it."""
         self.hello: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.warm: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -176,6 +181,8 @@ class Link:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "lost":
+            if message["reason"] != GUEST_CLOSED:
+                self.broken = message["reason"]
             self._lost(message["reason"])
         elif "id" in message:
             self._answer(message)

@@ -332,6 +332,7 @@ class Pool:
         try:
             sandbox = await self._launcher.boot(shelf.plan, ticket)
             used = await sandbox.warm_up(self._warm_deadline)
+            used = max(0, min(used, shelf.plan.memory_mib << 20))  # a guest may say anything
         except CantelopError as error:
             if sandbox is not None:
                 await self._destroy(sandbox)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cantelop_kernels import jail, record, scratch, seccomp, vsock, wire
+from cantelop_kernels import host, jail, record, scratch, seccomp, vsock, wire
 from cantelop_kernels.cgroup import Caps, Hierarchy, Leaf
 from cantelop_kernels.errors import (
     CantelopError,
@@ -31,7 +32,7 @@ from cantelop_kernels.errors import (
 from cantelop_kernels.image import Image, ImageStore
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.link import Link, connect, listen
-from cantelop_kernels.process import Process, finish
+from cantelop_kernels.process import UNKNOWN, Process, finish
 from cantelop_kernels.record import Running, SessionRecord
 from cantelop_kernels.schema import Logs
 from cantelop_kernels.slot import Slot, SlotTable
@@ -89,6 +90,7 @@ class Sandbox:
         self._attendant = parts.attendant
         self._undo = undo
         self._destruction: asyncio.Future[None] | None = None
+        self._oom_kills = host.oom_kills()
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.place.slot.name} {self._machine!r}>"
@@ -164,6 +166,8 @@ class Sandbox:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if exited.done() and exited.exception() is None:
                 return exited.result()
+            if self.link.broken:  # the machine then ends too, for want of the line
+                raise SandboxGone(f"the guest broke the rules of its channel: {self.link.broken}")
             # the guest's line breaks a moment before the cause is seen
             await asyncio.wait(
                 [machine, attendant], timeout=_CAUSE_DEADLINE, return_when=asyncio.FIRST_COMPLETED
@@ -171,10 +175,17 @@ class Sandbox:
             if attendant.done():
                 raise SandboxGone(f"the attendant ended ({_how(attendant.result())})")
             if machine.done():
-                raise SandboxGone(machine.result())
+                raise SandboxGone(machine.result() + self._perhaps_for_memory())
             return exited.result()
         finally:
             await _cancel(*tasks)
+
+    def _perhaps_for_memory(self) -> str:
+        """Whether the host's Linux may have killed the machine: it does not say whom it chose."""
+        killed = {-signal.SIGKILL, UNKNOWN} & {one.returncode for one in self.processes.values()}
+        if not killed or host.oom_kills() <= self._oom_kills:
+            return ""
+        return "; the host ran out of memory meanwhile, and Linux killed for it"
 
     async def logs(self) -> Logs:
         """Empty where the attendant cannot tell (any more)."""

@@ -156,6 +156,8 @@ class Exit(Schema):
     oom: bool = False
     memory_limit: int = 0
     memory_peak: int = 0
+    cell: str = ""
+    """Message id of the cell that ran then, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ class SessionView(Schema):
     exit: Exit | None = None
     warm: bool = False
     """Whether its sandbox came from the pool."""
+    ended: float | None = None
+    """Seconds since the epoch, as `created`."""
 
 
 @dataclass(frozen=True, slots=True)

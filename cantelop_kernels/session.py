@@ -8,6 +8,7 @@ beside the sandbox lets another daemon go on with it, should this one die.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import signal
 import socket
@@ -27,6 +28,7 @@ from cantelop_kernels.sandbox import Plan, Sandbox, explained
 from cantelop_kernels.schema import Endpoints, Exit, Logs, SessionRequest, SessionView
 
 _MIB = 1 << 20
+_MESSAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 _WARM_TRIES = 2
 """Warm sandboxes that one request may use up: what neither takes may be the request's fault."""
@@ -82,8 +84,11 @@ class Session:
         self.exit: Exit | None = None
         self.leftover: CantelopError | None = None
         """Set where the sandbox could not be taken away whole."""
+        self.cell = ""
+        """Message id of the cell that ran when it was last looked at; see `cell_id`."""
         self.notices = [EMULATED] if means.emulated else []
         self.created = time.time()
+        self._ended_at: float | None = None
         self.sandbox: Sandbox | None = None
         """While it is there."""
         self._means = means
@@ -124,6 +129,7 @@ class Session:
             emulated=self._means.emulated,
             notices=self.notices,
             exit=self.exit,
+            ended=self._ended_at,
         )
 
     def stop(self, reason: str) -> None:
@@ -178,6 +184,7 @@ class Session:
     def _over(self, started: asyncio.Future[None]) -> None:
         self.sandbox = None
         self._state, self._step = "exited", ""
+        self._ended_at = time.time()
         self.exit = self.exit or Exit(reason="the daemon gave it up")
         if not started.done():
             started.set_exception(SandboxGone(f"the session was ended: {self.exit.reason}"))
@@ -188,7 +195,7 @@ class Session:
         either: list[asyncio.Future[Any]] = [living, self._stop]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._stop.done():
-            self.exit = self.exit or Exit(reason=self._stop.result())
+            self.exit = self.exit or Exit(reason=self._stop.result(), cell=self.cell)
             living.cancel()
             await asyncio.wait([living])
         if not living.cancelled() and (error := living.exception()) is not None:
@@ -218,9 +225,9 @@ class Session:
             if not started.done():
                 started.set_result(None)
             try:
-                self.exit = describe(await sandbox.ended())
+                self.exit = describe(await sandbox.ended(), self.plan.memory_mib * _MIB)
             except SandboxGone as gone:
-                self.exit = Exit(reason=gone.message)
+                self.exit = Exit(reason=gone.message, cell=self.cell)
         finally:
             self._state, self._step = "ending", "destroying the sandbox"
             try:
@@ -358,8 +365,13 @@ def _with_kernel_log(error: CantelopError, step: str, logs: Logs) -> LaunchError
     return made
 
 
-def describe(exited: dict[str, Any]) -> Exit:
-    """The guest's report as an `Exit`, with its reason in words for people."""
+def describe(exited: dict[str, Any], memory: int) -> Exit:
+    """The guest's report as an `Exit`, with its reason in words for people.
+
+    A guest may report what it likes: `memory`, in bytes, is what it was given, and nothing in it
+    can have used more; a status has a byte, and there are 64 signals.
+    """
+    exited = plausible(exited, memory)
     limit, peak = exited["memory_limit"], exited["memory_peak"]
     if exited["oom"]:
         reason = (
@@ -379,7 +391,31 @@ def describe(exited: dict[str, Any]) -> Exit:
         oom=exited["oom"],
         memory_limit=limit,
         memory_peak=peak,
+        cell=cell_id(exited["cell"]),
     )
+
+
+def cell_id(said: str) -> str:
+    """What a guest calls the cell that runs, where that can be a message's id; else nothing."""
+    return said if _MESSAGE_ID.fullmatch(said) else ""
+
+
+def plausible(exited: dict[str, Any], memory: int) -> dict[str, Any]:
+    """The same report with every number within what can be; a kernel that ended neither way is
+    taken to have failed."""
+    code, signum = exited["exit_code"], exited["signal"]
+    signum = signum if signum is not None and 1 <= signum < signal.NSIG else None
+    limit = _between(0, exited["memory_limit"], memory)
+    return exited | {
+        "signal": signum,
+        "exit_code": None if signum else _between(0, 1 if code is None else code, 255),
+        "memory_limit": limit,
+        "memory_peak": _between(0, exited["memory_peak"], memory),
+    }
+
+
+def _between(least: int, value: int, most: int) -> int:
+    return max(least, min(value, most))
 
 
 def _signal_name(number: int) -> str:

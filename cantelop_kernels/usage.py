@@ -41,7 +41,7 @@ class Meter:
         if sandbox is None or not session.is_running:
             raise NotFound(f"session {session.id} does not run", hint="see which do: cantelop ps")
         host = await asyncio.to_thread(read_host, sandbox)
-        status = await guest_status(sandbox)
+        status = _plausible(await guest_status(sandbox), session.plan.memory_mib << 20)
         to_client, to_kernel = await _traffic(sandbox)
         return Usage(
             id=session.id,
@@ -75,11 +75,21 @@ class Meter:
 def read_host(sandbox: Sandbox) -> Host:
     """Blocking: a few small files."""
     taken = sandbox.leaf.taken()
+    return Host(taken.cpu, taken.memory, disk_used(sandbox))
+
+
+def disk_used(sandbox: Sandbox) -> int:
+    """Bytes of its scratch disk that take place on the host."""
     try:
-        disk = (sandbox.place.folder / "scratch.img").stat().st_blocks * _BLOCK
+        return (sandbox.place.folder / "scratch.img").stat().st_blocks * _BLOCK
     except FileNotFoundError:
-        disk = 0
-    return Host(taken.cpu, taken.memory, disk)
+        return 0
+
+
+def _plausible(status: dict[str, Any], memory: int) -> dict[str, Any]:
+    """A guest may say what it likes; it has so much `memory`, in bytes, and not more."""
+    names = ("memory_used", "memory_current", "memory_limit")
+    return status | {name: max(0, min(status[name], memory)) for name in names if name in status}
 
 
 async def guest_status(sandbox: Sandbox) -> dict[str, Any]:

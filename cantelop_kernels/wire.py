@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-VERSION = 2
+VERSION = 3
 HOST_CID = 2
 GUEST_CID = 3
 CONTROL_PORT = 1024
@@ -67,6 +67,7 @@ FROM_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         "oom": (bool,),
         "memory_limit": _INT,
         "memory_peak": _INT,
+        "cell": _STR,  # message id of the cell that ran then; empty where none did
     },
     # answers to requests, by their id
     "done": {"id": _INT},
@@ -80,6 +81,7 @@ FROM_GUEST: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         "memory_used": _INT,  # bytes in use in the whole guest
         "cpu_seconds": _NUMBER,  # that the kernel and its children have used
         "busy": (bool, type(None)),  # a cell runs; None where nobody knows (its own argv)
+        "cell": _STR,  # message id of the one that runs; empty where none does
         "idle_seconds": _NUMBER,  # since the last cell ended, or since `bind`; 0 where busy
         "uptime": _NUMBER,
     },

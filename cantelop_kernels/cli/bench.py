@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: only to see it work")
     parser.add_argument(
         "--starts",
-        type=kernel.positive_int,
+        type=kernel.count,
         metavar="N",
         help=f"starts of each kind (default: {suite.FULL.starts}, quick: {suite.QUICK.starts})",
     )
     parser.add_argument(
         "--sandboxes",
-        type=kernel.positive_int,
+        type=kernel.count,
         metavar="N",
         help="how many are warm, idle, and started at once "
         f"(default: {suite.FULL.sandboxes}, quick: {suite.QUICK.sandboxes})",

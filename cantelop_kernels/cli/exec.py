@@ -50,12 +50,12 @@ async def command(
     display = Display(sys.stdout, sys.stderr, args.save)
     interactive = args.code != "-" and sys.stdin is not None and sys.stdin.isatty()
     km = make(args)
+    args.supervisor.farewell = "the code was ended, and its sandbox destroyed"
     async with kernel.started(km) as kc:
-        for text in await kernel.notices(km):
-            terminal.note(text)
         cell = Cell(km, kc, display, stdin=sys.stdin.fileno() if interactive else None)
-        args.supervisor.next_interrupt(cell.on_ctrl_c)
-        ok = await cell.run(code, args.timeout)
+        async with kernel.telling(km):
+            args.supervisor.next_interrupt(cell.on_ctrl_c)
+            ok = await cell.run(code, args.timeout)
     if ok:
         return 0
     return INTERRUPTED if cell.interrupted else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
+from cantelop_kernels.cli import terminal
 from cantelop_kernels.client import Client
 from cantelop_kernels.errors import (
     CantelopError,
@@ -38,16 +39,20 @@ _POLL = 0.5
 """Seconds between looks at whether the kernel lives; the manager offers no event for it."""
 
 
+_NOTICES = 2.0
+"""Seconds between looks at what there is to tell."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that starts a sandbox."""
     group = parser.add_argument_group("sandbox")
     group.add_argument("--app", metavar="A", help="the App (policy) to run under")
     group.add_argument("--image", metavar="I", help="image name or digest, instead of the App's")
     group.add_argument(
-        "--vcpus", type=positive_int, metavar="N", help="virtual CPUs, instead of the App's"
+        "--vcpus", type=vcpus, metavar="N", help="virtual CPUs, instead of the App's"
     )
     group.add_argument(
-        "--memory", type=positive_int, metavar="MIB", help="memory, instead of the App's"
+        "--memory", type=mebibytes, metavar="MIB", help="memory, instead of the App's"
     )
     group.add_argument(
         "--allow-emulation",
@@ -56,19 +61,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive_int(text: str) -> int:
+def vcpus(text: str) -> int:
     """An argparse type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    return _positive(text, "a whole number of CPUs, such as 2")
+
+
+def count(text: str) -> int:
+    """An argparse type."""
+    return _positive(text, "a whole number, such as 3")
+
+
+def mebibytes(text: str) -> int:
+    """An argparse type."""
+    return _positive(text, "a whole number of MiB, such as 512")
+
+
+def _positive(text: str, what: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"must be {what}, not {text[:40]!r}")
+    return int(text)
 
 
 def positive_seconds(text: str) -> float:
     """An argparse type."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds, more than 0, such as 30, not {text[:40]!r}"
+        )
     return value
 
 
@@ -81,6 +104,7 @@ def provisioner_config(args: argparse.Namespace) -> dict[str, Any]:
         "memory_mib": args.memory,
         "allow_emulation": args.allow_emulation or None,
         "grace_seconds": 0.0,  # nobody comes back for the kernel of a command
+        "last_words": False,  # the command tells itself how its kernel died
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -189,9 +213,12 @@ async def death(km: AsyncKernelManager, where: str) -> CantelopError:
     """The error for a kernel that ended by itself; call it before the manager cleans up."""
     try:
         view = await _view(km)
-    except DaemonUnavailable:
+    except DaemonUnavailable as error:
+        how = "is gone, and its sandbox with it"
+        if error.details.get("stopped"):
+            how = "was stopped, and has ended its sandboxes"
         return SandboxGone(
-            f"the kernel died {where}: the daemon is gone, and its sandbox with it",
+            f"the kernel died {where}: the daemon {how}",
             hint="start the daemon again (sudo cantelop serve), and look at its log",
         )
     ended = view.exit if view else None
@@ -209,10 +236,32 @@ async def death(km: AsyncKernelManager, where: str) -> CantelopError:
     return SandboxGone(f"the kernel died {where}: {ended.reason}", hint="run it again")
 
 
-async def notices(km: AsyncKernelManager) -> list[str]:
-    """What the user must be told about the sandbox, such as that emulation is no boundary."""
-    view = await _view(km)
-    return view.notices if view else []
+@asynccontextmanager
+async def telling(km: AsyncKernelManager) -> AsyncIterator[None]:
+    """Show what the user must be told about the sandbox, now and as it comes: that emulation is no
+    boundary, that its disk is nearly full, or its time nearly over."""
+    told = 0
+
+    async def tell() -> None:
+        nonlocal told
+        view = await _view(km)
+        for text in view.notices[told:] if view else []:
+            terminal.note(text)
+            told += 1
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(_NOTICES)
+            with suppress(CantelopError):  # a daemon that does not answer is another's business
+                await tell()
+
+    await tell()
+    task = asyncio.ensure_future(go_on())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _view(km: AsyncKernelManager) -> SessionView | None:

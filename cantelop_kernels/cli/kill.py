@@ -21,17 +21,21 @@ def add_parser(commands: Any) -> None:
 
 
 async def command(args: argparse.Namespace) -> int:
-    """Ends all that exist, and raises NotFound where some do not."""
+    """Ends all that live, and raises NotFound where some do not, or have never been."""
     client = await ensure_daemon()
-    unknown = []
+    missed = []
     for session_id in args.ids:
         try:
-            await client.get(session_id)
+            view = await client.get(session_id)
         except NotFound:
-            unknown.append(session_id)
+            missed.append(f"no session {session_id}")
+            continue
+        if view.state == "exited":
+            how = f": {view.exit.reason}" if view.exit is not None else ""
+            missed.append(f"session {session_id} has ended already{how}")
             continue
         await client.end(session_id)
         print(session_id)
-    if unknown:
-        raise NotFound(f"no session {', '.join(unknown)}", hint="see which there are: cantelop ps")
+    if missed:
+        raise NotFound("; ".join(missed), hint="see which there are: cantelop ps")
     return 0

@@ -21,11 +21,14 @@ HEADERS = [
     "STATE",
     "STEP",
     "AGE",
+    "ENDED",
     "MEMORY",
     "VCPUS",
     "START",
     "EMULATED",
 ]
+
+_REASON_WIDTH = 40
 
 
 def add_parser(commands: Any) -> None:
@@ -83,6 +86,7 @@ def _row(view: SessionView, now: float) -> list[str]:
         _state(view),
         view.step if view.state == "starting" else "-",
         age(now - view.created),
+        "-" if view.ended is None else f"{age(now - view.ended)} ago",
         f"{view.memory_mib} MiB",
         str(view.vcpus),
         "warm" if view.warm else "cold",
@@ -91,9 +95,20 @@ def _row(view: SessionView, now: float) -> list[str]:
 
 
 def _state(view: SessionView) -> str:
+    """With how the kernel ended, or what ended it."""
     if view.exit is None:
         return view.state
-    how = "out of memory" if view.exit.oom else str(view.exit.exit_code)
-    if view.exit.signal and not view.exit.oom:
+    how = harmless(view.exit.reason, colours=False)
+    if view.exit.oom:
+        how = "out of memory"
+    elif view.exit.signal:
         how = f"signal {view.exit.signal}"
-    return f"{view.state} ({how})" if how != "None" else view.state
+    elif view.exit.exit_code is not None:
+        how = str(view.exit.exit_code)
+    return f"{view.state} ({shortened(how)})"
+
+
+def shortened(text: str) -> str:
+    """On one line, and short enough for a column."""
+    line = " ".join(text.split())
+    return line if len(line) <= _REASON_WIDTH else line[: _REASON_WIDTH - 1] + "…"

@@ -24,9 +24,11 @@ CONSOLE_LINES = 12
 class Stopped(Exception):
     """The user or the system asked this program to end; everything was undone."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, farewell: str = "") -> None:
+        """`farewell` is what became of the work, where there is anything to say."""
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
+        self.farewell = farewell
 
 
 def exit_code(error: BaseException, *, debug: bool, stream: IO[str] | None = None) -> int:
@@ -35,6 +37,8 @@ def exit_code(error: BaseException, *, debug: bool, stream: IO[str] | None = Non
     match error:
         case Stopped():
             code = error.exit_code
+            if error.farewell:
+                out.write(f"cantelop: interrupted ({error}): {error.farewell}\n")
         case KeyboardInterrupt():
             code = 128 + signal.SIGINT
         case BrokenPipeError():

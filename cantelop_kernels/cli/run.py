@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -18,6 +19,7 @@ from nbformat import ValidationError
 from cantelop_kernels.cli import kernel, notebook, terminal
 from cantelop_kernels.cli.display import MALFORMED, Display, malformed
 from cantelop_kernels.cli.progress import Progress, runs
+from cantelop_kernels.cli.streams import OutputLost
 from cantelop_kernels.errors import BadRequest, CantelopError, NotebookError
 
 _OUTPUT_DEADLINE = 300
@@ -73,13 +75,13 @@ async def command(
     km = make(args)
     display = Display(sys.stdout, sys.stderr) if args.show else None
     run = Run(nb, km, args.timeout, progress, display)
+    args.supervisor.farewell = "the notebook was ended, and its sandbox destroyed"
     progress.start()
     try:
         async with kernel.started(km) as kc:
             progress.ready()
-            for text in await kernel.notices(km):
-                terminal.note(text)
-            failure = await run.cells(kc)
+            async with kernel.telling(km):
+                failure = await run.cells(kc)
     finally:
         progress.close()
         if run.begun:
@@ -103,10 +105,17 @@ class _Client(NotebookClient):  # type: ignore[misc]
     """nbclient's, which also shows the outputs it collects."""
 
     display: Display | None = None
+    lost: Exception | None = None
+    """Why what was to be shown could not be: nbclient would look at it when the cell has ended."""
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
-        if self.display is not None:
-            self.display.message(msg)
+        try:
+            if self.display is not None:
+                self.display.message(msg)
+        except (BrokenPipeError, OutputLost) as error:
+            self.lost = error
+            self.task_poll_for_reply.cancel()
+            raise
         try:
             return super().process_message(msg, cell, cell_index)
         except (*MALFORMED, ValidationError) as error:
@@ -165,8 +174,12 @@ class Run:
             return self._failed(cell, error)
         except (CellTimeoutError, DeadKernelError) as error:
             _raise_if_cancelled()
+            if self._client.lost is not None:
+                raise self._client.lost from None
             self._progress.end(ok=False)
-            raise await self._ended(error) from error
+            ended = await self._ended(error)
+            cell.outputs.append(last_words(ended))
+            raise ended from error
         self._progress.end()
         return None
 
@@ -190,6 +203,16 @@ class Run:
 
     def _where(self) -> str:
         return f"cell {self._progress.number} of {self._progress.total}"
+
+
+def last_words(error: CantelopError) -> Any:
+    """What the notebook shows below the cell in which it ended: the kernel could say it no more."""
+    return nbformat.v4.new_output(
+        "error",
+        ename=type(error).__name__,
+        evalue=error.message,
+        traceback=[f"{type(error).__name__}: {error.message}", error.hint],
+    )
 
 
 def _raise_if_cancelled() -> None:

@@ -93,7 +93,7 @@ def _row(view: SessionView, usage: Usage, now: float) -> list[str]:
         f"{usage.cpu_seconds:.1f}s",
         size(usage.memory),
         "-" if usage.guest_memory_used is None else size(usage.guest_memory_used),
-        size(usage.disk),
+        f"{size(usage.disk)}/{size(usage.disk_limit)}",
         size(usage.to_client),
         size(usage.to_kernel),
         f"{size(usage.network_in)}/{size(usage.network_out)}",

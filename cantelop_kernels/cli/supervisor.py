@@ -27,6 +27,8 @@ class Supervisor:
         self._got: list[int] = []
         self._task: asyncio.Task[int] | None = None
         self._interrupt: Callable[[], None] | None = None
+        self.farewell = ""
+        """What a signal leaves of the work, for the person who sent it."""
 
     def next_interrupt(self, action: Callable[[], None] | None) -> None:
         """The next SIGINT calls `action` and nothing else; the one after it cancels, as ever."""
@@ -42,7 +44,7 @@ class Supervisor:
             return await self._task
         except asyncio.CancelledError:
             if self._got:
-                raise Stopped(self._got[0]) from None
+                raise Stopped(self._got[0], self.farewell) from None
             raise
         finally:
             for signum in _SIGNALS:

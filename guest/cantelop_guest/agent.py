@@ -119,6 +119,7 @@ class Agent:
                 "memory_used": self._machine.memory_used(),
                 "cpu_seconds": self._machine.cpu_seconds(),
                 "busy": self._kernel.busy,
+                "cell": self._kernel.cell,
                 "idle_seconds": self._kernel.idle_seconds,
                 **self._machine.memory(),
             }
@@ -157,6 +158,7 @@ class Agent:
             "oom": self._machine.oom_kills() > 0,
             "memory_limit": memory["memory_limit"],
             "memory_peak": memory["memory_peak"],
+            "cell": self._kernel.cell,
         }
         self._relays.finish(LAST_BYTES, lambda: self._control.send(exited))
 

@@ -58,6 +58,8 @@ class Kernel:
         self._ready = False
         self.busy: bool | None = False
         """Whether a cell runs; None where nobody knows."""
+        self.cell = ""
+        """Message id of the cell that runs, or ran when the process ended; empty where none did."""
         self.started = False
         self.warming = False
         """From the request on: the process is no longer one that has only been loaded."""
@@ -173,9 +175,10 @@ class Kernel:
         if self._launcher is None:
             return
         try:
-            word = os.read(self._launcher, 16)
+            said = os.read(self._launcher, launcher.MAX_WORD)
         except OSError:
-            word = b""
+            said = b""
+        word = said[:1]
         if word == launcher.WARM and self.warming and not self.started:
             self._on_warm()
         elif word == launcher.READY and self.started and not self._ready:
@@ -183,6 +186,7 @@ class Kernel:
             self._on_ready()
         elif word in (launcher.BUSY, launcher.IDLE):
             self.busy = word == launcher.BUSY
+            self.cell = said[1:].decode(errors="replace")
             self._active_at = time.monotonic()
         elif not word:
             self.busy = None

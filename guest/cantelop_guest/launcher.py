@@ -24,7 +24,11 @@ INSTRUCTION_FD = 3
 """A SOCK_SEQPACKET socket to the agent: instructions (JSON) in, the bytes below out."""
 
 WARM, READY, BUSY, IDLE = b"W", b"R", b"B", b"I"
-"""It waits to be bound, exercised; it is bound, and all its sockets listen; a cell runs; none."""
+"""It waits to be bound, exercised; it is bound, and all its sockets listen; a cell runs, whose
+message id follows; none runs."""
+
+MAX_WORD = 200
+"""Bytes of such a word with what follows it."""
 
 MAX_INSTRUCTION = 256 * 1024
 
@@ -213,7 +217,7 @@ def make_lossless(iopub_thread: Any) -> None:
 
 
 def tell_activity(agent: socket, kernel: Any) -> None:
-    """Have the agent told whenever a first cell begins to run, and when the last one has ended.
+    """Have the agent told which cell runs, whenever that changes, and when the last one has ended.
 
     Where the kernel publishes its status, since no code of a user's is on the stack there. Cells
     run side by side only in threads of their own (subshells), at most one in each.
@@ -223,21 +227,24 @@ def tell_activity(agent: socket, kernel: Any) -> None:
     publish = kernel._publish_status
     process, ours = os.getpid(), _file_of(agent)
     lock = threading.Lock()
-    running: set[threading.Thread] = set()
+    running: dict[threading.Thread, str] = {}
     told = IDLE
 
     def publish_status(status: str, channel: str, parent: Any = None) -> None:
         publish(status, channel, parent)
-        message = parent or kernel.get_parent(channel)
-        executes = message.get("header", {}).get("msg_type") == "execute_request"
+        header = (parent or kernel.get_parent(channel)).get("header", {})
+        executes = header.get("msg_type") == "execute_request"
         if channel == "shell" and executes and os.getpid() == process:
             with lock:
-                follow(status)
+                follow(status, str(header.get("msg_id", "")))
 
-    def follow(status: str) -> None:
+    def follow(status: str, cell: str) -> None:
         nonlocal told
-        (running.add if status == "busy" else running.discard)(threading.current_thread())
-        now = BUSY if any(thread.is_alive() for thread in running) else IDLE
+        running.pop(threading.current_thread(), None)
+        if status == "busy":
+            running[threading.current_thread()] = cell
+        cells = [cell for thread, cell in running.items() if thread.is_alive()]
+        now = (BUSY + cells[-1].encode(errors="replace"))[:MAX_WORD] if cells else IDLE
         if now != told and _file_of(agent) == ours:
             told = now
             agent.send(now)

@@ -12,6 +12,7 @@ from cantelop_kernels.client import Client, ensure_daemon
 from cantelop_kernels.errors import CantelopError, DaemonUnavailable, NotFound
 from cantelop_kernels.schema import SessionView
 from cantelop_provisioner import report
+from cantelop_provisioner.last_words import LastWords
 
 POLL_DEADLINE = 2.0
 """Seconds a poll may take: below the 3 s at which jupyter_client's restarter polls."""
@@ -30,12 +31,16 @@ class Kernel:
 
     No method raises what the daemon or the socket may cause: a daemon that does not answer says
     nothing about the kernel. Where no daemon runs at all, its endpoints tell whether it lives:
-    somebody listens there as long as it does. `ip` is theirs, without the number.
+    somebody listens there as long as it does. `ip` is theirs, without the number. `last_words` are
+    said where it ends unexpectedly; without, somebody else tells.
     """
 
-    def __init__(self, client: Client, session: str, ip: str, log: Log) -> None:
+    def __init__(
+        self, client: Client, session: str, ip: str, log: Log, last_words: LastWords | None = None
+    ) -> None:
         self.session = session
         self._heartbeat = f"{ip}-5"
+        self._last_words = last_words
         self.exit_code: int | None = None
         self.reaped = False
         """Whether `wait` has returned; the sandbox may still have to be ended."""
@@ -44,6 +49,9 @@ class Kernel:
         self._client = client
         self._log = log
         self._silent = False
+        self._told: set[str] = set()
+        self._dying: tuple[str, str] | None = None
+        """The cell in which it died, and why, until that has been said."""
 
     def __repr__(self) -> str:
         state = "alive" if self.exit_code is None else f"ended {self.exit_code}"
@@ -69,8 +77,14 @@ class Kernel:
             except (CantelopError, TimeoutError) as error:
                 self._unanswered(error)
                 if isinstance(error, DaemonUnavailable) and not _listens(self._heartbeat):
-                    self._lost()
+                    self._lost(report.STOPPED if error.details.get("stopped") else report.LOST)
+            await self._say_last_words()
         return self.exit_code
+
+    async def _say_last_words(self) -> None:
+        dying, self._dying = self._dying, None
+        if dying is not None and self._last_words is not None:
+            await self._last_words.say(*dying)
 
     async def wait(self) -> int:
         """Return the exit code once it has ended. Cancel it to stop waiting."""
@@ -120,8 +134,17 @@ class Kernel:
             await ensure_daemon(self._client.path)
             await ask()
 
+    def tell(self, notices: list[str]) -> None:
+        """Log what the user must know and was not told yet: daemons add to it as time goes by."""
+        for text in notices:
+            if text not in self._told:
+                self._told.add(text)
+                self._log.warning("%s", text)
+
     def _learn(self, view: SessionView | None) -> None:
         self._silent = False
+        if view is not None:
+            self.tell(view.notices)
         if self.exit_code is not None:
             return
         ended = view.exit if view is not None else None
@@ -130,11 +153,13 @@ class Kernel:
         self.exit_code = report.exit_code(ended)
         if not self.expected:
             self._log.error("%s [session %s]", report.death(ended), self.session)
+            if ended is not None and ended.cell:
+                self._dying = (ended.cell, report.death(ended))
 
-    def _lost(self) -> None:
+    def _lost(self, how: str) -> None:
         self.exit_code = report.GONE
         if not self.expected:
-            self._log.error("%s [session %s]", report.LOST, self.session)
+            self._log.error("%s [session %s]", how, self.session)
 
     def _unanswered(self, error: Exception) -> None:
         if not self._silent:

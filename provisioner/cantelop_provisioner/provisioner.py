@@ -30,10 +30,12 @@ from cantelop_provisioner.command import (
     split_command,
 )
 from cantelop_provisioner.kernel import Kernel
+from cantelop_provisioner.last_words import LastWords
 from cantelop_provisioner.report import launch_failure
 
 SETTINGS = (
-    *("allow_emulation", "app", "env", "grace_seconds", "image", "memory_mib", "socket", "vcpus"),
+    *("allow_emulation", "app", "env", "grace_seconds", "image", "last_words", "memory_mib"),
+    *("socket", "vcpus"),
 )
 
 SHUTDOWN_SECONDS = 10.0
@@ -62,6 +64,9 @@ class CantelopProvisioner(KernelProvisionerBase):
         min=0,
         allow_none=True,
         help="how long a kernel outlives this process, if shorter than the daemon's own",
+    ).tag(config=True)
+    last_words = Bool(
+        True, help="have clients show, below the cell in which it died, why a kernel did"
     ).tag(config=True)
     socket = Unicode("", help="the daemon's socket; $CANTELOP_SOCKET otherwise").tag(config=True)
 
@@ -186,16 +191,20 @@ class CantelopProvisioner(KernelProvisionerBase):
         """Take the session over, or end it where the KernelManager cannot have it."""
         assert self._client is not None
         first, self._token = self._token is None, view.endpoints.token
-        self._kernel = Kernel(self._client, view.id, view.endpoints.ip, self.log)
         self.connection_info = connection_info(view, request)
+        self._kernel = self._kernel_of(self._client, view.id, view.endpoints.ip)
         try:
             if self.parent is not None:
                 adopt(self.parent, self.connection_info, request.env.get(SESSION_NAME, ""))
         except BaseException:
             await self.cleanup(restart=not first)
             raise
-        for notice in view.notices:
-            self.log.warning("%s", notice)
+        self._kernel.tell(view.notices)
+
+    def _kernel_of(self, client: Client, session: str, ip: str) -> Kernel:
+        scheme = str(self.connection_info.get("signature_scheme", "hmac-sha256"))
+        words = LastWords(ip, self._key, scheme) if self.last_words else None
+        return Kernel(client, session, ip, self.log, words)
 
     async def _end_earlier(self) -> None:
         """A KernelManager may be started again without a shutdown in between."""
@@ -274,6 +283,6 @@ class CantelopProvisioner(KernelProvisionerBase):
         self._token = provisioner_info.get("endpoints")
         session = provisioner_info.get("session")
         ip = str(info.get("ip", ""))
-        self._kernel = Kernel(self._client, session, ip, self.log) if session else None
+        self._kernel = self._kernel_of(self._client, session, ip) if session else None
         if self._kernel:
             await self._kernel.attach()

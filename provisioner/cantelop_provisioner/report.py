@@ -15,6 +15,7 @@ GONE = 1
 """Exit code of a kernel of which nothing is known any more."""
 
 LOST = "the kernel died: the daemon is gone, and its sandbox with it"
+STOPPED = "the kernel died: the daemon was stopped, and has ended its sandboxes"
 
 
 class KernelNotStarted(LaunchError):

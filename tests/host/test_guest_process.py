@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cantelop_kernels import wire
 from tests.fakes.guest_process import Guest, in_guest, run
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def collect(client: BlockingKernelClient, msg_id: str, each: Callable[[int], Non
 
 
 def test_hello_says_who_the_guest_is(guest: Guest) -> None:
-    assert guest.hello["version"] == 2
+    assert guest.hello["version"] == wire.VERSION
     assert guest.hello["vcpus"] == 1
 
 
@@ -197,8 +198,9 @@ def test_shutdown_is_reported_and_its_last_words_arrive(guest: Guest) -> None:
 
 def test_exit_code_and_signal_are_told_apart(guest: Guest) -> None:
     client = guest.start()
-    client.execute("import os; os._exit(3)")
-    assert guest.host.expect("exited", timeout=10)["exit_code"] == 3
+    cell = client.execute("import os; os._exit(3)")
+    exited = guest.host.expect("exited", timeout=10)
+    assert (exited["exit_code"], exited["cell"]) == (3, cell)
 
 
 def test_kill_reaches_the_process_group_and_ends_the_relays(guest: Guest) -> None:

@@ -108,6 +108,19 @@ async def test_a_session_is_warned_and_ended_at_its_age(
         assert any("this session ends in" in notice for notice in ended.notices)
 
 
+async def test_a_session_whose_disk_fills_is_told_its_size(running: Running) -> None:
+    async with running(apps=app(scratch_mib=64), silence_seconds=1.0) as stack:
+        view = await stack.create()
+        session = next(one for one in stack.sessions if one.id == view.id)
+        assert session.sandbox is not None
+        (session.sandbox.place.folder / "scratch.img").write_bytes(b"x" * (60 << 20))
+        await eventually(lambda: any("its disk is nearly full" in one for one in session.notices))
+        (notice,) = session.notices
+        assert "60 of 64 MiB, the scratch_mib of its App 'default'" in notice
+        await asyncio.sleep(0.5)
+        assert len(session.notices) == 1
+
+
 @pytest.mark.parametrize("who", ["machine", "attendant"])
 async def test_a_sandbox_that_was_stopped_is_ended(running: Running, who: str) -> None:
     """THREATS 4: by the VMM's own uid, say. Its neighbour does not notice."""
@@ -148,6 +161,7 @@ async def test_a_guest_that_answers_something_else_harms_itself_alone(running: R
         evil, good = await stack.create(), await stack.create()
         ended = await stack.client.wait(evil.id, 10)
         assert ended.exit is not None and "nobody asked for" in ended.exit.reason
+        assert "broke the rules of its channel" in ended.exit.reason
         ended = await stack.client.wait(good.id, 10)  # its limit still holds
         assert ended.exit is not None and "older than 4 s" in ended.exit.reason
 

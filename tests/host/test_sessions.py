@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from cantelop_kernels import host
 from cantelop_kernels.errors import BadRequest, NotFound, SandboxGone
 from cantelop_kernels.peers import Peer
 from tests.fakes.host_stack import Running, Stack, connected, eventually, output, processes
@@ -64,9 +65,10 @@ async def test_how_a_kernel_ended_is_told(
 ) -> None:
     view = await stack.create()
     async with connected(view) as kernel:
-        kernel.execute(code)
+        cell = kernel.execute(code)
         ended = await stack.client.wait(view.id, 10)
     assert ended.exit is not None and reason in ended.exit.reason
+    assert ended.exit.cell == cell
     assert (ended.exit.exit_code, ended.exit.signal) == (exit_code, signum)
     assert os.listdir(stack.state / "sandboxes") == []
 
@@ -82,12 +84,25 @@ async def test_a_signal_reaches_the_kernel(stack: Stack) -> None:
         assert reply["content"]["ename"] == "KeyboardInterrupt"
 
 
+async def test_a_machine_that_the_host_killed_for_memory(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = await stack.create()
+    before = host.oom_kills()
+    monkeypatch.setattr(host, "oom_kills", lambda: before + 1)
+    stack.vmm.machines[0].signal(signal.SIGKILL)
+    ended = await stack.client.wait(view.id, 5)
+    assert ended.exit is not None and "the host ran out of memory" in ended.exit.reason
+
+
 async def test_a_machine_that_dies_ends_its_session(stack: Stack) -> None:
     view = await stack.create()
     stack.vmm.machines[0].signal(signal.SIGKILL)
     ended = await stack.client.wait(view.id, 5)
     assert ended.exit is not None
     assert "the virtual machine ended (signal 9)" in ended.exit.reason
+    assert "memory" not in ended.exit.reason
+    assert ended.ended is not None and ended.ended >= ended.created
 
 
 async def test_an_attendant_that_dies_ends_its_session(stack: Stack) -> None:

@@ -170,13 +170,14 @@ def test_busy_and_idle(guest: Guest, warm: bool) -> None:
     client = guest.start()
     fresh = status(guest)
     assert fresh["busy"] is False and 0 < fresh["idle_seconds"] < 30
-    client.execute("print('on')\ninput()", allow_stdin=True)
+    cell = client.execute("print('on')\ninput()", allow_stdin=True)
     client.get_stdin_msg(timeout=10)
-    assert until(guest, busy=True)["idle_seconds"] == 0
+    seen = until(guest, busy=True)
+    assert (seen["idle_seconds"], seen["cell"]) == (0, cell)
     client.kernel_info()
     assert status(guest)["busy"] is True
     client.input("")
-    until(guest, busy=False)
+    assert until(guest, busy=False)["cell"] == ""
     time.sleep(0.3)
     client.kernel_info()  # is nothing that a user runs
     run(client, "1/0")

@@ -27,7 +27,13 @@ from cantelop_kernels import __main__ as entry
 from cantelop_kernels.cli import exec as exec_
 from cantelop_kernels.cli import kernel, run
 from cantelop_kernels.cli.supervisor import Supervisor
-from cantelop_kernels.errors import CantelopError, DeadlineExceeded, NotebookError, SandboxGone
+from cantelop_kernels.errors import (
+    CantelopError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    NotebookError,
+    SandboxGone,
+)
 from cantelop_kernels.schema import Endpoints, Exit, SessionView
 
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -119,7 +125,10 @@ async def test_a_kernel_that_dies_is_named_with_its_cell(tmp_path: Path) -> None
     source = save(tmp_path / "n.ipynb", "1", "import os; os._exit(3)")
     with pytest.raises(SandboxGone, match="the kernel died in cell 2 of 2"):
         await run.command(parse("run", str(source)), local)
-    assert outputs(tmp_path / "n.out.ipynb")[0][0].data["text/plain"] == "1"
+    before, died = outputs(tmp_path / "n.out.ipynb")
+    assert before[0].data["text/plain"] == "1"
+    assert died[-1].output_type == "error"  # the notebook itself says so as well
+    assert "the kernel died in cell 2 of 2" in died[-1].evalue
 
 
 def wait_for(path: Path) -> None:
@@ -265,7 +274,22 @@ def test_a_second_ctrl_c_ends_code_that_does_not_listen(spawn: Spawn) -> None:
     assert "Ctrl-C again" in err.readline()
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130
-    assert err.read() == ""
+    said = err.read()
+    assert said == "cantelop: interrupted (SIGINT): the code was ended, and its sandbox destroyed\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted_says_so(spawn: Spawn, tmp_path: Path, signum: int) -> None:
+    source = save(tmp_path / "n.ipynb", ENDLESS)
+    child = spawn("run", str(source), "--show")
+    out, err = pipes(child)
+    assert out.readline() == "up\n"
+    child.send_signal(signum)
+    assert child.wait(30) == 128 + signum
+    name = signal.Signals(signum).name
+    assert err.read().splitlines()[-1] == (
+        f"cantelop: interrupted ({name}): the notebook was ended, and its sandbox destroyed"
+    )
 
 
 def test_sigterm_ends_it_with_143(spawn: Spawn) -> None:
@@ -274,7 +298,7 @@ def test_sigterm_ends_it_with_143(spawn: Spawn) -> None:
     assert out.readline() == "up\n"
     child.send_signal(signal.SIGTERM)
     assert child.wait(30) == 143
-    assert err.read() == ""
+    assert "interrupted (SIGTERM)" in err.read()
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(spawn: Spawn) -> None:
@@ -284,6 +308,45 @@ def test_a_reader_that_goes_away_ends_it_quietly(spawn: Spawn) -> None:
     out.close()
     assert child.wait(30) == 141
     assert err.read() == ""
+
+
+def test_a_run_ends_when_nobody_reads_what_it_shows(spawn: Spawn, tmp_path: Path) -> None:
+    """Also in the middle of a cell that would go on for ever."""
+    source = save(tmp_path / "n.ipynb", "while True: print('y' * 1000, flush=True)")
+    child = spawn("run", str(source), "--show")
+    out, err = pipes(child)
+    out.readline()
+    out.close()
+    assert child.wait(30) == 141
+    assert f"wrote {tmp_path / 'n.out.ipynb'}" in err.read()
+
+
+@pytest.mark.parametrize("code", ["print('y' * 200_000)", "for n in range(99_999): print(n)"])
+def test_output_that_nobody_reads_to_its_end_is_an_error(script: list[str], code: str) -> None:
+    """As in `cantelop exec ... | head -1`."""
+    shell = 'set -o pipefail; "$@" | head -c 10'
+    command = ["bash", "-c", shell, "bash", *script, "exec", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("where", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("command", ["exec 'print(1)'", "--help", "logs --help"])
+def test_output_that_cannot_be_written_is_one_clear_line(
+    script: list[str], where: str, command: str
+) -> None:
+    argv = ["bash", "-c", f'"$@" {command} {where}', "bash", *script]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 1 and first.startswith("cantelop: cannot write to stdout: ")
+    assert second.startswith("  hint: ")
+
+
+@pytest.mark.parametrize("where", ["2>&-", "<&-", "2>&- <&-"])
+def test_other_streams_that_are_closed_change_nothing(script: list[str], where: str) -> None:
+    argv = ["bash", "-c", f'"$@" exec "print(1)" {where}', "bash", *script]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_code_comes_from_stdin(script: list[str]) -> None:
@@ -360,6 +423,18 @@ def test_bad_usage_is_2(argv: list[str]) -> None:
     assert "usage:" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("flag", ["--memory", "--vcpus", "--timeout"])
+@pytest.mark.parametrize("value", ["x", "", "0", "-1", "1.5.2", "1e999", "²", "9" * 5000])
+def test_a_number_that_is_none_is_told_what_it_must_be(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse("exec", "1", f"{flag}={value}")
+    said = capsys.readouterr().err
+    assert f"argument {flag}" in said and "must be a" in said and "such as" in said
+    assert len(said) < 2000 and "positive" not in said
+
+
 @pytest.mark.parametrize("argv", [["ps"], ["logs", "x"], ["kill", "x"], ["exec", "1"]])
 def test_no_daemon_is_one_clear_line_for_who_cannot_start_one(
     argv: list[str],
@@ -400,7 +475,7 @@ def test_bad_notebooks_end_before_anything_starts(tmp_path: Path) -> None:
 
 def test_the_provisioner_is_told_only_what_was_asked_for() -> None:
     args = parse("run", "n.ipynb")
-    assert kernel.provisioner_config(args) == {"grace_seconds": 0.0}
+    assert kernel.provisioner_config(args) == {"grace_seconds": 0.0, "last_words": False}
     args = parse("exec", "1", "--app", "a", "--image", "i", "--memory", "9", "--allow-emulation")
     assert kernel.provisioner_config(args) == {
         "app": "a",
@@ -408,10 +483,46 @@ def test_the_provisioner_is_told_only_what_was_asked_for() -> None:
         "memory_mib": 9,
         "allow_emulation": True,
         "grace_seconds": 0.0,
+        "last_words": False,
     }
     spec = kernel.manager(args).kernel_spec
     assert spec is not None
     assert spec.metadata["kernel_provisioner"]["provisioner_name"] == "cantelop"
+
+
+@pytest.mark.parametrize(("stopped", "said"), [(True, "was stopped"), (False, "is gone")])
+async def test_a_daemon_that_was_stopped_is_not_one_that_crashed(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, said: str
+) -> None:
+    async def gone(km: AsyncKernelManager) -> SessionView:
+        raise DaemonUnavailable("nobody", stopped=stopped)
+
+    monkeypatch.setattr(kernel, "_view", gone)
+    error = await kernel.death(AsyncKernelManager(), "in cell 1 of 1")
+    assert f"the daemon {said}" in error.message
+
+
+async def test_notices_are_shown_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notices, shown = ["one"], asyncio.Event()
+    monkeypatch.setattr(kernel, "_NOTICES", 0.01)
+
+    async def found(km: AsyncKernelManager) -> SessionView:
+        if len(notices) > 2:
+            shown.set()
+            raise DaemonUnavailable("nobody")  # is told elsewhere
+        notices.append("two")
+        return SessionView(
+            "s", "default", 0, "i", "d", 1, 512, "running", "", 0.0, 0.0, Endpoints("t", "x"),
+            "qemu", True, notices[:],
+        )  # fmt: skip
+
+    monkeypatch.setattr(kernel, "_view", found)
+    async with kernel.telling(AsyncKernelManager()):
+        await asyncio.wait_for(shown.wait(), 5)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["cantelop: one", "cantelop: two", "cantelop: two"]
 
 
 async def test_a_death_by_memory_names_limit_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:

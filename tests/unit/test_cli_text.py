@@ -167,14 +167,22 @@ def test_ps_table() -> None:
     starting = view(id="s2", user=4_000_000_000, state="starting", step="boot", emulated=False)
     oom = view(id="s3", state="exited", exit=Exit("oom", signal=9, oom=True))
     killed = view(id="s4", state="exited", exit=Exit("killed", signal=15))
-    ended = view(id="s5", state="exited", exit=Exit("ended", exit_code=0))
-    lines = ps.render([view(), starting, oom, killed, ended], now=1065.0).splitlines()
+    ended = view(id="s5", state="exited", exit=Exit("ended", exit_code=0), ended=1060.0)
+    taken = view(id="s6", state="exited", exit=Exit("ended by\n\x1b[2Jits owner"), ended=1004.0)
+    views = [view(), starting, oom, killed, ended, taken]
+    lines = ps.render(views, now=1065.0).splitlines()
     assert lines[0].split() == ps.HEADERS
-    assert " ".join(lines[1].split()) == "s1 default root python3 running - 1m 512 MiB 1 cold yes"
+    assert " ".join(lines[1].split()) == "s1 default root python3 running - 1m - 512 MiB 1 cold yes"
     assert lines[2].split()[2:6] == ["4000000000", "python3", "starting", "boot"]
     assert "exited (out of memory)" in lines[3]
     assert "exited (signal 15)" in lines[4]
-    assert "exited (0)" in lines[5]
+    assert "exited (0)" in lines[5] and " 5s ago " in lines[5]
+    assert "exited (ended by its owner)" in lines[6] and " 1m ago " in lines[6]
+
+
+def test_a_long_reason_is_cut_to_a_column() -> None:
+    assert ps.shortened("a b") == "a b"
+    assert len(ps.shortened("word " * 50)) == 40
 
 
 def test_logs_are_text_only() -> None:

@@ -57,3 +57,9 @@ def test_this_machine_answers() -> None:
     assert host.tsc_khz() > 500_000
     assert host.memory_available() > 1 << 20
     assert host.hardware_kvm() in (True, False)
+
+
+def test_oom_kills_are_counted() -> None:
+    assert host.oom_kills_from_vmstat("nr_free_pages 1\noom_kill 12\nmy_oom_kill 9\n") == 12
+    assert host.oom_kills_from_vmstat("nr_free_pages 1\n") == 0
+    assert host.oom_kills() >= 0

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from cantelop_kernels import __main__ as entry
-from cantelop_kernels import preflight
 from cantelop_kernels.cli import doctor
-from cantelop_kernels.preflight import Check
+from cantelop_kernels.preflight import (
+    Check,
+    cpu,
+    files,
+    jupyter,
+    linux,
+    service,
+)
 from cantelop_kernels.trust import changeable_by_others
 
 
@@ -26,53 +32,76 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_no_hardware_is_a_failure_unless_emulation_is_allowed() -> None:
-    assert preflight.virtualization(True, True, allowed=False).status == "ok"
-    lying = preflight.virtualization(False, True, allowed=False)
+    assert cpu.virtualization(True, True, allowed=False).status == "ok"
+    lying = cpu.virtualization(False, True, allowed=False)
     assert lying.status == "fail" and "neither vmx nor svm" in lying.found and lying.fix
-    assert preflight.virtualization(False, False, allowed=False).found == "no /dev/kvm"
-    allowed = preflight.virtualization(False, True, allowed=True)
+    assert cpu.virtualization(False, False, allowed=False).found == "no /dev/kvm"
+    allowed = cpu.virtualization(False, True, allowed=True)
     assert allowed.status == "warn" and "no security boundary" in allowed.found
 
 
 def test_namespaces_that_are_missing_or_limited_to_none(tmp_path: Path) -> None:
-    assert preflight.namespaces().status == "ok"
+    assert linux.namespaces().status == "ok"
     (tmp_path / "self/ns").mkdir(parents=True)
     for kind in ("net", "mnt"):
         (tmp_path / "self/ns" / kind).touch()
-    assert preflight.namespaces(tmp_path).found == "not available: user"
+    assert linux.namespaces(tmp_path).found == "not available: user"
     (tmp_path / "self/ns/user").touch()
     (tmp_path / "sys/user").mkdir(parents=True)
     (tmp_path / "sys/user/max_net_namespaces").write_text("0\n")
-    assert preflight.namespaces(tmp_path).found == "not available: net"
+    assert linux.namespaces(tmp_path).found == "not available: net"
 
 
-def test_cgroups(tmp_path: Path) -> None:
-    assert preflight.cgroups(tmp_path).status == "warn"
+def test_cgroups_of_version_1_and_hybrid(tmp_path: Path) -> None:
+    nothing = linux.cgroups(tmp_path)
+    assert nothing.status == "warn" and "no control groups" in nothing.found and nothing.fix
     (tmp_path / "memory").mkdir()
-    assert preflight.cgroups(tmp_path).found.startswith("version 1")
+    found = linux.cgroups(tmp_path)
+    assert found.status == "warn" and found.found.startswith("version 1")
+    assert "no CPU quotas, limits of processes" in found.found
+    for name in ("cpu", "pids", "blkio"):
+        (tmp_path / name).mkdir()
+    assert "without freezer" in linux.cgroups(tmp_path).found
+    (tmp_path / "freezer").mkdir()
+    assert linux.cgroups(tmp_path).status == "ok"
+    (tmp_path / "unified").mkdir()
+    (tmp_path / "unified/cgroup.controllers").write_text("\n")
+    found = linux.cgroups(tmp_path)
+    assert found.status == "ok" and "beside an empty version 2" in found.found
+    assert "io" in found.found  # blkio, by the name of today
+
+
+def test_cgroups_of_version_2(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.subtree_control").touch()
     (tmp_path / "cgroup.controllers").write_text("cpu io\n")
-    assert preflight.cgroups(tmp_path).found.startswith("version 1")
-    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
-    assert preflight.cgroups(tmp_path).found == "version 2"
+    found = linux.cgroups(tmp_path, required=True)
+    assert found.status == "fail" and "memory, pids not there" in found.found
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    found = linux.cgroups(tmp_path, required=True)
+    assert found.status == "ok" and found.found.startswith("version 2 (cpu")
+    (tmp_path / "cgroup.subtree_control").unlink()  # nobody can turn a controller on
+    found = linux.cgroups(tmp_path, required=True)
+    if os.geteuid() == 0:
+        assert found.status == "fail" and "cannot be changed" in found.found
 
 
-def test_the_state_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert preflight.state_folder(folder / "not" / "yet").status in ("ok", "warn")
+def test_the_state_folder(folder: Path) -> None:
+    assert files.state_folder(folder / "not" / "yet").status in ("ok", "warn")
     (folder / "file").touch()
-    assert "not a folder" in preflight.state_folder(folder / "file").found
-    monkeypatch.setattr(preflight, "FREE_FAIL", 1 << 62)
-    assert preflight.state_folder(folder).status == "fail"
+    assert "not a folder" in files.state_folder(folder / "file").found
+    assert files.state_folder(folder, free_fail=1 << 62).status == "fail"
+    assert files.state_folder(folder, free_fail=0, free_warn=1 << 62).status == "warn"
     (folder / "closed").mkdir(mode=0o700)
-    assert "closed to other users" in preflight.state_folder(folder / "closed").found
+    assert "closed to other users" in files.state_folder(folder / "closed").found
 
 
 def test_an_image_that_is_missing_says_how_to_build_it(tmp_path: Path) -> None:
-    found = preflight.image(tmp_path, "python3")
+    found = files.image(tmp_path, "python3")
     assert found.status == "fail" and "cantelop image build" in found.fix
 
 
 async def test_nobody_on_the_socket(tmp_path: Path) -> None:
-    (found,) = await preflight.daemon(tmp_path / "none.sock")
+    (found,) = await service.daemon(tmp_path / "none.sock")
     assert found.status == ("ok" if os.geteuid() == 0 else "fail")
     assert "none" in found.found
 
@@ -90,18 +119,18 @@ def test_a_kernelspec_that_jupyter_hides_is_named(tmp_path: Path) -> None:
     write_spec(tmp_path, "other", "gone-provisioner")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/kernel.json").write_text("[")
-    found = list(preflight.kernelspec_checks([tmp_path, tmp_path / "none"], {"cantelop"}))
+    found = list(jupyter.kernelspec_checks([tmp_path, tmp_path / "none"], {"cantelop"}))
     assert [check.status for check in found] == ["warn", "warn"]
     assert "gone-provisioner" in found[0].found and "install" in found[1].fix
     write_spec(tmp_path, "cantelop-python3", "cantelop")
-    found = list(preflight.kernelspec_checks([tmp_path], {"cantelop", "gone-provisioner"}))
+    found = list(jupyter.kernelspec_checks([tmp_path], {"cantelop", "gone-provisioner"}))
     assert [(c.status, c.found) for c in found] == [("ok", "installed: cantelop-python3")]
-    found = list(preflight.kernelspec_checks([tmp_path], {"gone-provisioner"}))
+    found = list(jupyter.kernelspec_checks([tmp_path], {"gone-provisioner"}))
     assert found[0].status == "fail" and "hides" in found[0].found
 
 
 def test_our_provisioner_is_installed_here() -> None:
-    assert not [check for check in preflight.kernelspecs() if check.status == "fail"]
+    assert not [check for check in jupyter.kernelspecs() if check.status == "fail"]
 
 
 @pytest.fixture
@@ -144,7 +173,7 @@ def test_another_owner_or_group_is_named(trusted: Path) -> None:
     assert changeable_by_others(trusted) is None
     trusted.chmod(0o775)
     assert changeable_by_others(trusted) == trusted
-    found = preflight.ownership([trusted])
+    found = files.ownership([trusted])
     assert found.status == "fail" and str(trusted) in found.fix
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,17 +191,29 @@ async def test_a_daemons_hiccup_is_no_death(
     assert await run(client, "print(1)") == "1"
 
 
+@pytest.mark.parametrize(
+    ("crashed", "said"),
+    [(True, "the daemon is gone, and its sandbox with it"), (False, "the daemon was stopped")],
+)
 async def test_a_kernel_is_dead_when_the_daemon_and_its_endpoints_are_gone(
-    start: Start, fake_daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+    start: Start,
+    fake_daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
+    crashed: bool,
+    said: str,
 ) -> None:
+    """One that was stopped in order takes its socket away."""
     manager, _ = await start()
     fake_daemon.path.rename(fake_daemon.path.with_suffix(".away"))
+    if crashed:
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(fake_daemon.path))
     assert await manager.is_alive()
     fake_daemon.last.end()
     began = time.monotonic()
     assert not await manager.is_alive()
     assert time.monotonic() - began < 3
-    assert "the daemon is gone, and its sandbox with it" in caplog.text
+    assert said in caplog.text
     fake_daemon.path.with_suffix(".away").rename(fake_daemon.path)
 
 

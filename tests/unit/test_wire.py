@@ -91,6 +91,7 @@ STATUS = {
     "memory_used": 4,
     "cpu_seconds": 0.5,
     "busy": None,
+    "cell": "",
     "idle_seconds": 1,
     "uptime": 2.5,
 }
