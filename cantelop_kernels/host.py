@@ -13,6 +13,7 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _KVM = Path("/dev/kvm")
+_CGROUP = Path("/sys/fs/cgroup")
 
 _MHZ = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
 _NOMINAL_GHZ = re.compile(r"^model name\s*:.*@\s*([0-9.]+)\s*GHz", re.MULTILINE)
@@ -79,6 +80,11 @@ def memory_total() -> int:
 def memory_available() -> int:
     """`available_from_meminfo` of this machine."""
     return available_from_meminfo(_read(_MEMINFO))
+
+
+def cgroup_version(root: Path = _CGROUP) -> int:
+    """2 where the controllers are in one tree, 1 where each has its own (hybrid hosts too)."""
+    return 2 if (root / "cgroup.controllers").exists() else 1
 
 
 def _read(path: Path) -> str:

@@ -7,7 +7,8 @@ seccomp filters come here too, and nowhere else.
 
 Layout of `<state>/sandboxes/<slot.name>/` (0750, root and the slot's group):
 
-- `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets
+- `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets;
+  a VMM that needs it elsewhere below this folder says so (`Vmm.run_at`)
 - `scratch.img`  the writable disk (`scratch` makes it)
 - `attendant.sock`  where the attendant listens for the daemon (0600, root)
 - `session.json`  what a later daemon needs to adopt the sandbox (0600, root; `record`)
@@ -27,6 +28,9 @@ from cantelop_kernels import trees
 from cantelop_kernels.errors import LaunchError
 from cantelop_kernels.slot import Slot
 
+RUN = "run"
+"""Where `Jail.run` lies in the folder, unless the VMM needs it elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Jail:
@@ -34,11 +38,12 @@ class Jail:
 
     slot: Slot
     folder: Path
+    run_at: str = RUN
 
     @property
     def run(self) -> Path:
         """Working folder of the VMM and its helper; everything in it is theirs to change."""
-        return self.folder / "run"
+        return self.folder / self.run_at
 
     def confined(self, argv: Sequence[str], *, uid: int | None = None) -> list[str]:
         """The command line that runs `argv` with the rights of this jail (and none else).
@@ -97,14 +102,14 @@ def sandboxes(state: Path) -> Path:
     return state / "sandboxes"
 
 
-def make(state: Path, slot: Slot) -> Jail:
-    """Build the folder of `slot`; `remove` takes it away.
+def make(state: Path, slot: Slot, run_at: str = RUN) -> Jail:
+    """Build the folder of `slot`; `remove` takes it away. What lies above `run` is root's.
 
     Raises LaunchError where something is at that place already: what lies there was not made by
     this daemon and is not trusted (THREATS.md 9). Raises OSError where the disk is full, and then
     leaves nothing.
     """
-    jail = Jail(slot, sandboxes(state) / slot.name)
+    jail = Jail(slot, sandboxes(state) / slot.name, run_at)
     try:
         jail.folder.mkdir(mode=0o750)
     except FileExistsError:
@@ -114,7 +119,7 @@ def make(state: Path, slot: Slot) -> Jail:
         ) from None
     try:
         os.chown(jail.folder, 0, slot.gid)
-        jail.run.mkdir()
+        jail.run.mkdir(parents=True)
         jail.run.chmod(0o770)
         os.chown(jail.run, slot.vmm_uid, slot.gid)
     except OSError:

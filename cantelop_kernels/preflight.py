@@ -25,6 +25,8 @@ from cantelop_kernels.image import ImageStore
 from cantelop_kernels.process import run
 from cantelop_kernels.schema import Info
 from cantelop_kernels.trust import changeable_by_others
+from cantelop_kernels.vmm.choice import firecracker_found
+from cantelop_kernels.vmm.firecracker_release import binaries
 from cantelop_kernels.vmm.qemu import find_binary
 
 Status = Literal["ok", "warn", "fail"]
@@ -54,8 +56,7 @@ async def checks(state: Path, socket: Path, *, allow_emulation: bool) -> list[Ch
     found = [
         first,
         virtualization(host.hardware_kvm(), host.kvm_device(), allowed=allowed),
-        await qemu(),
-        vsock_helper(state),
+        *await vmms(settings, state),
         namespaces(),
         cgroups(),
         state_folder(state),
@@ -105,6 +106,13 @@ async def qemu() -> Check:
     except CantelopError as error:
         return Check("qemu", "fail", error.message, error.hint)
     return Check("qemu", "ok", f"{version.splitlines()[0] if version else 'QEMU'} ({path})")
+
+
+async def vmms(settings: Config, state: Path) -> list[Check]:
+    """The VMM for production, with what is known against it, and QEMU where that is used."""
+    found = await firecracker_found(settings, state, hardware=host.hardware_kvm())
+    first = Check("firecracker", found.status, found.text, found.fix)
+    return [first] if found.used else [first, await qemu(), vsock_helper(state)]
 
 
 def vsock_helper(state: Path) -> Check:
@@ -273,6 +281,7 @@ def trusted_files(state: Path, settings: Config) -> list[Path]:
     helper = tools.find_vhost_device_vsock(state)
     files += [Path(found)] if found else []
     files += [helper] if helper else []
+    files += binaries(state) or ()
     for name in images_of(settings):
         try:
             image = ImageStore(state).resolve(name)

@@ -302,7 +302,7 @@ async def adopt(
     destroyed. `gone` as for `boot`. Raises SandboxGone."""
     stack = AsyncExitStack()
     stack.callback(gone)
-    place = Jail(slot, jail.sandboxes(plan.state) / slot.name)
+    place = Jail(slot, jail.sandboxes(plan.state) / slot.name, known.run_at)
     try:
         slots.take(slot)
         stack.callback(slots.release, slot)
@@ -339,7 +339,7 @@ async def _acquire(
     with step("image"):
         stack.enter_context(plan.images.hold(plan.image))
     with step("folder"):
-        place = jail.make(plan.state, slot)
+        place = jail.make(plan.state, slot, vmm.run_at(slot))
         stack.push_async_callback(_destroy, place, slots)
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from cantelop_kernels import vsock, watch, wire
 from cantelop_kernels.errors import ConfigError, DeadlineExceeded, LaunchError
-from cantelop_kernels.jail import Jail
+from cantelop_kernels.jail import RUN, Jail
 from cantelop_kernels.process import Process
+from cantelop_kernels.slot import Slot
 from cantelop_kernels.vmm import Machine, VmSpec
 
 BINARY = "qemu-system-x86_64"
@@ -77,6 +78,10 @@ class Qemu:
     emulated: bool
     tsc_khz: int
     name: str = "qemu"
+
+    def run_at(self, slot: Slot) -> str:
+        """See `Vmm.run_at`."""
+        return RUN
 
     def command(self, spec: VmSpec) -> list[str]:
         """The command line, run with the jail's `run` as working folder."""
