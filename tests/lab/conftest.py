@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.lab.outside import OUT, Lab
+if TYPE_CHECKING:
+    from tests.lab.outside import Lab
 
 INSIDE = "CANTELOP_LAB" in os.environ
 OUTSIDE = not INSIDE and os.geteuid() == 0
 
-_lab = pytest.StashKey[Lab]()
+_lab = pytest.StashKey["Lab"]()
 _items = pytest.StashKey[Sequence[str]]()
 
 
@@ -59,11 +60,13 @@ def pytest_terminal_summary(
     lab = config.stash.get(_lab, None)
     if lab is not None:
         marks = ", ".join(f"{name} at {at:.1f} s" for name, at in lab.marks.items())
-        terminalreporter.write_line(f"lab: {marks or 'did not start'}; see {OUT}")
+        terminalreporter.write_line(f"lab: {marks or 'did not start'}; see {lab.out}")
 
 
 def _started(config: pytest.Config) -> Lab:
     """The session's lab; its first test boots it."""
+    from tests.lab.outside import Lab  # needs what only this side has
+
     if _lab not in config.stash:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
 

@@ -129,6 +129,6 @@ def _disks(disks: tuple[Path, ...]) -> list[str]:
 
 
 def _reports() -> tuple[str, ...]:
-    """The port is /dev/vport0p1 in the lab."""
+    """The lab finds the port by its name."""
     port = "virtserialport,chardev=reports,name=reports"
     return ("-chardev", f"socket,id=reports,path={REPORTS}", "-device", port)

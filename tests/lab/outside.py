@@ -66,7 +66,7 @@ class Lab:
         """Seconds from power-on."""
         self._nodeids = list(nodeids)
         self._say = say
-        self._out = out
+        self.out = out
         self._held = ExitStack()
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._console: deque[str] = deque(maxlen=TAIL)
@@ -80,7 +80,7 @@ class Lab:
         """Power on. Whatever goes wrong is told by `failure`."""
         self._say("preparing")
         try:
-            given = machine.prepared(state(), self._out, pytest_command(self._nodeids))
+            given = machine.prepared(state(), self.out, pytest_command(self._nodeids))
             setup = self._held.enter_context(given)
             listener = self._held.enter_context(socket.socket(socket.AF_UNIX))
             vsock.bind(listener, setup.work, machine.REPORTS)
@@ -152,8 +152,7 @@ class Lab:
 
     def _finish(self, status: int) -> None:
         if missing := [one for one in self._nodeids if not self._complete(one)]:
-            log = (self._out / "pytest.log").read_text(errors="replace").splitlines()[-TAIL:]
-            why = "\n".join(self._broken) or "\n".join(log)
+            why = "\n".join(self._broken or self._pytest_lines())
             self._fail(f"the lab's pytest ended with status {status} without {missing[0]}", why)
 
     def _mark(self, name: str) -> None:
@@ -166,7 +165,12 @@ class Lab:
         self._held.close()
 
     def _last_lines(self) -> str:
-        return "\n".join(["its console's last lines:", *self._console])
+        said = ["the console's last lines:", *self._console]
+        return "\n".join([*said, "pytest's last lines:", *self._pytest_lines()])
+
+    def _pytest_lines(self) -> list[str]:
+        log = self.out / "pytest.log"
+        return log.read_text(errors="replace").splitlines()[-TAIL:] if log.exists() else []
 
     def _joined(self) -> None:
         if self._watcher is not None:
@@ -177,7 +181,7 @@ class Lab:
         reports = threading.Thread(target=self._read_reports, args=(listener,), daemon=True)
         reports.start()
         assert process.stdout is not None
-        with process.stdout, (self._out / "console.log").open("wb") as log:
+        with process.stdout, (self.out / "console.log").open("wb") as log:
             for line in process.stdout:
                 log.write(line)
                 log.flush()

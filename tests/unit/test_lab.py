@@ -80,7 +80,7 @@ def test_a_lab_that_does_not_come_up_shows_its_console(faked: Faker) -> None:
     lab = faked([])
     assert lab.reports(FIRST) == []
     assert lab.failure.startswith("the lab ended before its tests did")
-    assert lab.failure.endswith("lab: FATAL: no root")
+    assert "lab: FATAL: no root" in lab.failure
 
 
 def test_a_lab_that_ends_between_two_tests(faked: Faker) -> None:
@@ -93,7 +93,6 @@ def test_a_lab_that_ends_between_two_tests(faked: Faker) -> None:
 def test_tests_that_cannot_be_collected_inside(faked: Faker) -> None:
     broken = {"event": "collect", "nodeid": "test_a.py", "text": "ImportError: no x"}
     lab = faked([{"event": "begin"}, broken, {"event": "finish", "status": 2}])
-    (lab._out / "pytest.log").write_text("")
     assert lab.reports(FIRST) == []
     assert "ended with status 2" in lab.failure and "ImportError: no x" in lab.failure
 
@@ -110,7 +109,7 @@ def test_a_boot_that_hangs(faked: Faker, monkeypatch: pytest.MonkeyPatch) -> Non
     lab = faked([], "hang")
     assert lab.reports(FIRST) == []
     assert lab.failure.startswith("the lab did not come up within 1 s")
-    assert lab.failure.endswith("lab: FATAL: no root")
+    assert "lab: FATAL: no root" in lab.failure
 
 
 def test_the_lock_meets_what_the_project_asks_for() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,12 +16,17 @@ from tests.lab import firecracker
 from tests.lab.inside import raw_firecracker
 from tests.lab.inside.raw_firecracker import FIRECRACKER, JAILER, RawVm, raw_vm
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.lab
 
 JAIL_UID = 951_000
+
+Note = Callable[[str, object], None]
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Note:
+    """Figures for the report outside, whatever form of junit.xml is chosen."""
+    return lambda name, value: request.node.user_properties.append((name, value))
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +41,18 @@ def test_it_is_the_release_that_was_checked(program: Path) -> None:
     assert f"v{firecracker.VERSION}" in said.stdout
 
 
-def test_the_agent_says_hello(vm: RawVm, record_property: Callable[[str, object], None]) -> None:
+def test_the_agent_says_hello(vm: RawVm, note: Note) -> None:
     try:
         hello = vm.host.accept(timeout=200)
     except TimeoutError:
         pytest.fail("no hello; the guest's console:\n" + "\n".join(vm.console[-30:]))
     vm.mark("hello")
-    record_property("marks", vm.marks)
+    note("boot", vm.marks)
     assert hello["version"] == wire.VERSION and hello["vcpus"] == 1
     assert abs(hello["memory"] - (raw_firecracker.MEMORY_MIB << 20)) < 64 << 20
 
 
-def test_a_cell_runs(vm: RawVm, record_property: Callable[[str, object], None]) -> None:
+def test_a_cell_runs(vm: RawVm, note: Note) -> None:
     vm.host.bind()
     vm.host.expect("done")
     vm.host.expect("ready", timeout=200)
@@ -63,7 +68,7 @@ def test_a_cell_runs(vm: RawVm, record_property: Callable[[str, object], None]) 
     reply = client.execute_interactive("print(6 * 7)", timeout=200, output_hook=output)
     vm.mark("cell")
     client.stop_channels()
-    record_property("marks", vm.marks)
+    note("boot", vm.marks)
     assert reply["content"]["status"] == "ok" and printed == ["42\n"]
 
 
@@ -82,7 +87,7 @@ def test_the_jailer_confines_it_with_cgroup_v2() -> None:
         try:
             assert (leaf / "pids.max").read_text() == "64\n"
             assert (leaf / "cgroup.procs").read_text().split() == [str(pid)]
-            assert Path(f"/proc/{pid}/root").resolve() == root
+            assert sorted(os.listdir(f"/proc/{pid}/root")) == sorted(os.listdir(root))
             assert Path(f"/proc/{pid}").stat().st_uid == JAIL_UID
         finally:
             pidfd = os.pidfd_open(pid)
