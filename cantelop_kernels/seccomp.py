@@ -85,6 +85,10 @@ def _compiled(names: tuple[str, ...], *, allow: bool) -> bytes:
     """
     try:
         import pyseccomp as lib
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"system calls cannot be filtered: {error}", hint="pip install pyseccomp"
+        ) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"system calls cannot be filtered: {error}", hint="apt-get install libseccomp2"
