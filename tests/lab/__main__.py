@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
-from pathlib import Path
 
 from cantelop_kernels.cli.report import debug_wanted, exit_code
 from cantelop_kernels.cli.steps import Steps
 from tests.lab import image, lock, machine
-from tests.lab.outside import INNER_TIMEOUT, OUT, state
+from tests.lab.outside import OUT, pytest_script, state
 
 SHELL = "exec bash -l\n"
 
@@ -53,11 +51,6 @@ def attached(command: str) -> int:
     return 1
 
 
-def pytest_script(arguments: list[str]) -> str:
-    argv = ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-o", f"timeout={INNER_TIMEOUT}"]
-    return f"exec {shlex.join([*argv, '--junitxml=/lab/out/junit.xml', *arguments])}\n"
-
-
 def run(name: str, arguments: list[str]) -> int:
     match name:
         case "image":
@@ -65,7 +58,7 @@ def run(name: str, arguments: list[str]) -> int:
         case "lock":
             asyncio.run(lock.renew())
         case "run":
-            return attached(pytest_script(arguments or [str(Path("tests/lab/inside"))]))
+            return attached(pytest_script(*(arguments or ["tests/lab/inside"])))
         case "shell":
             return attached(SHELL)
     return 0

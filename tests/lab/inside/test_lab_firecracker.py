@@ -72,6 +72,14 @@ def test_a_cell_runs(vm: RawVm, note: Note) -> None:
     assert reply["content"]["status"] == "ok" and printed == ["42\n"]
 
 
+def test_a_reset_of_the_guest_ends_it(vm: RawVm) -> None:
+    """A power-off would not: "Power off not available: System halted instead", and it runs on."""
+    client = vm.host.client()
+    client.execute("import os; os.system('echo b | sudo tee /proc/sysrq-trigger')")
+    assert vm.ended(timeout=60) == 0
+    client.stop_channels()
+
+
 def test_the_jailer_confines_it_with_cgroup_v2() -> None:
     """Started and not configured: that it runs as it should is all that is asked here."""
     with tempfile.TemporaryDirectory(prefix="jails-", dir=config.state_path()) as base:
