@@ -43,7 +43,7 @@ class Meter:
         if sandbox is None or not session.is_running:
             raise NotFound(f"session {session.id} does not run", hint="see which do: cantelop ps")
         host = await asyncio.to_thread(read_host, sandbox)
-        status = _plausible(await guest_status(sandbox), session.plan.memory_mib << 20)
+        status = plausible_status(await guest_status(sandbox), session.plan.memory_mib << 20)
         to_client, to_kernel = await _traffic(sandbox)
         return Usage(
             id=session.id,
@@ -96,7 +96,7 @@ def disk_used(sandbox: Sandbox) -> int:
         return 0
 
 
-def _plausible(status: dict[str, Any], memory: int) -> dict[str, Any]:
+def plausible_status(status: dict[str, Any], memory: int) -> dict[str, Any]:
     """A guest may say what it likes; it has so much `memory`, in bytes, and not more."""
     names = ("memory_used", "memory_current", "memory_limit")
     return status | {name: max(0, min(status[name], memory)) for name in names if name in status}

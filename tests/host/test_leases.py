@@ -137,7 +137,7 @@ async def test_a_sandbox_that_was_stopped_is_ended(running: Running, who: str) -
 
 
 class OneEvil(FakeVmm):
-    """The first guest answers every question with something else."""
+    """The first guest answers every question with something else, and ends when hung up on."""
 
     evil = True
 
@@ -145,9 +145,7 @@ class OneEvil(FakeVmm):
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
     ) -> AsyncIterator[Machine]:
-        says = (
-            "say(HELLO)\nwhile True:\n d = s.recv(9999) or time.sleep(60); m = json.loads(d[4:])\n"
-        )
+        says = "say(HELLO)\nwhile True:\n d = s.recv(9999) or sys.exit(0); m = json.loads(d[4:])\n"
         says += " say(dict(type='done', id=m['id']))\n"
         says += " if m['type'] == 'bind': say(dict(type='ready', pid=1))"
         run = BadVmm(DIAL + says).run if self.evil else super().run
