@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
 import socket
 from typing import Any
 
-from cantelop_kernels import jail, link, wire
+from cantelop_kernels import confine, link, wire
 from cantelop_kernels.caller import DaemonLine, Lease
 from cantelop_kernels.channels import Channels
 from cantelop_kernels.logbook import Logbook
@@ -35,13 +36,14 @@ ORPHANED = 60.0
 
 
 def main() -> None:
-    """Entry point; the arguments are file descriptors and ids that `sandbox` opened and chose."""
+    """Entry point; the arguments are descriptors that `sandbox` opened, and rights it chose."""
     parser = argparse.ArgumentParser()
-    for name in ("daemon", "guest", "log", "console", "vmm-log", "uid", "gid"):
+    for name in ("daemon", "guest", "log", "console", "vmm-log"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--confinement", type=json.loads, required=True)
     args = parser.parse_args()
-    jail.drop_privileges(args.uid, args.gid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    confine.enter(args.confinement)
     asyncio.run(_serve(args))
 
 

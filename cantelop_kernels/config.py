@@ -87,6 +87,7 @@ class Config(_Frozen):
 
     allow_emulation = Bool(False, help="run without hardware virtualization: no security boundary")
     uid_base = Int(600_000, min=1000, max=(1 << 31) - STRIDE * MAX_SLOTS)
+    cgroup_parent = Unicode("cantelop", help="cgroup below which every sandbox has one of its own")
     max_sessions = Int(64, min=1, max=MAX_SLOTS)
     boot_deadline = Float(90.0, min=1, help="seconds from VMM start to a kernel that answers")
     max_memory_mib = Int(0, min=0, help="of the host, for all sandboxes; 0: four fifths of it")

@@ -19,8 +19,20 @@ from pathlib import Path
 
 from tornado.web import Application
 
-from cantelop_kernels import __version__, api, host, jail, preflight, reaper, systemd, tools
+from cantelop_kernels import (
+    __version__,
+    api,
+    cgroup,
+    host,
+    jail,
+    preflight,
+    reaper,
+    seccomp,
+    systemd,
+    tools,
+)
 from cantelop_kernels.admission import Admission, Limits
+from cantelop_kernels.cgroup import Hierarchy
 from cantelop_kernels.config import Config
 from cantelop_kernels.endpoints import EndpointFolders
 from cantelop_kernels.errors import (
@@ -41,7 +53,7 @@ from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import SlotTable
 from cantelop_kernels.trust import changeable_by_others
 from cantelop_kernels.vmm import Vmm
-from cantelop_kernels.vmm.qemu import Qemu, find_binary
+from cantelop_kernels.vmm.qemu import Qemu, find_binary, runtimes
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +61,12 @@ _LOCKS = Path("/run/cantelop-locks")
 
 _OVERHEAD = 64
 _OVERHEAD_EMULATED = 192
-"""MiB of host memory per sandbox beyond the guest's own: VMM, helper, attendant; the translated
-code of an emulated guest comes on top."""
+"""MiB of host memory per sandbox beyond the guest's own, as a rule: VMM, helper, attendant; the
+translated code of an emulated guest comes on top."""
+
+_MOST_OVERHEAD = 128
+_MOST_OVERHEAD_EMULATED = 704
+"""The same at the most, for the cgroup's cap: a buffer of 512 MiB for translated code can fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +84,11 @@ async def default_vmm(state: Path) -> Vmm:
     Raises ConfigError where others than root could change what is to be run (THREATS.md 12).
     """
     helper = await tools.ensure_vhost_device_vsock(state)
-    vmm = Qemu(find_binary(), helper, not host.hardware_kvm(), host.tsc_khz())
-    for program in (vmm.binary, vmm.vhost_vsock):
+    binary = find_binary()
+    for program in (binary, helper):
         _check_trusted(program)
-    return vmm
+    inside = await runtimes(state, binary, helper)
+    return Qemu(binary, helper, not host.hardware_kvm(), host.tsc_khz(), inside)
 
 
 def _check_trusted(path: Path) -> None:
@@ -153,11 +170,13 @@ async def running(
         _lock(_uid_lock(config), f"another daemon uses the uids from {config.uid_base}"),
         _listener(options.socket) as listener,
     ):
-        found = await reaper.reap(options.state, config.uid_base)
+        cgroups = cgroup.hierarchy(config.cgroup_parent)
+        seccomp.attendant()  # fails here, not at the first sandbox
+        found = await reaper.reap(options.state, config.uid_base, cgroups)
         for what in found.removed:
             log.warning("left behind by an earlier daemon, removed: %s", what)
         await folders.prepare(keep=[one.endpoints.token for one in found.alive])
-        made = _assemble(config, options.state, await make_vmm(options.state), folders)
+        made = _assemble(config, options.state, await make_vmm(options.state), folders, cgroups)
         for known in found.alive:
             await _adopt(made.sessions, known)
         try:
@@ -169,6 +188,7 @@ async def running(
         finally:
             await made.sessions.drain("the daemon was stopped")
             await folders.close()
+            cgroups.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +239,15 @@ class _Parts:
         return api.application(self.sessions, info, self.metrics.text)
 
 
-def _assemble(config: Config, state: Path, vmm: Vmm, folders: EndpointFolders) -> _Parts:
+def _assemble(
+    config: Config, state: Path, vmm: Vmm, folders: EndpointFolders, cgroups: Hierarchy
+) -> _Parts:
     slots = SlotTable(config.uid_base, config.max_sessions)
     metrics = Metrics()
     admission = Admission(_limits(config, vmm))
     launcher = Launcher(vmm, slots, admission, metrics)
-    plans = Plans(config, state, ImageStore(state))
+    most = _MOST_OVERHEAD_EMULATED if vmm.emulated else _MOST_OVERHEAD
+    plans = Plans(config, state, ImageStore(state), cgroups, most)
     pool = Pool(
         plans.wishes(),
         launcher,

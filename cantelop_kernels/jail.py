@@ -1,13 +1,19 @@
-"""Where a sandbox's processes run: a folder, a uid and namespaces of their own.
+"""Where a sandbox's processes run: a folder, a uid, a cgroup and namespaces of their own.
 
-Layer 2. `make` builds the folder; `Jail.confined` is the one place that says with which rights a
-helper or VMM is started. Today that is: own uid and gid, no groups, no capabilities, no new
-privileges, and empty network, ipc and uts namespaces. The private root folder, pid namespace and
-seccomp filters come here too, and nowhere else.
+Layer 2. `make` builds the folder; `Jail.start` is the one place that says with which rights a
+VMM, helper or attendant is started:
+
+- its own uid and gid, no other group, no capability now or ever, no new privileges;
+- its own mount, pid, net, ipc, uts and cgroup namespaces, in which there is nothing to reach;
+- a root folder in memory, read-only, with exactly what it needs bound into it (`runtime`);
+- a system call filter (`seccomp`), a limit of descriptors, no core files, an environment of ours;
+- the sandbox's cgroup, from its first instruction.
 
 Layout of `<state>/sandboxes/<slot.name>/` (0750, root and the slot's group):
 
-- `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets
+- `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets;
+  the one place in which anything of the jail may write besides the disk
+- `root/`  empty; where each process builds its own root, which nobody else sees
 - `scratch.img`  the writable disk (`scratch` makes it)
 - `attendant.sock`  where the attendant listens for the daemon (0600, root)
 - `session.json`  what a later daemon needs to adopt the sandbox (0600, root; `record`)
@@ -15,81 +21,87 @@ Layout of `<state>/sandboxes/<slot.name>/` (0750, root and the slot's group):
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cantelop_kernels import trees
 from cantelop_kernels.errors import LaunchError
+from cantelop_kernels.process import DEVNULL, Process
+from cantelop_kernels.runtime import Runtime
 from cantelop_kernels.slot import Slot
+
+MAX_FILES = 1024
+RUN = "/run"
+"""Where a jailed process finds `Jail.run`, its working folder."""
+
+_UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
+_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What one program gets: `mounts` as in `confine`, besides its `runtime` and the run folder."""
+
+    runtime: Runtime
+    filter: bytes
+    mounts: Sequence[tuple[str, str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Jail:
-    """The place of one sandbox on the host."""
+    """The place of one sandbox on the host. `cgroups` are the files that take a pid."""
 
     slot: Slot
     folder: Path
+    cgroups: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path:
         """Working folder of the VMM and its helper; everything in it is theirs to change."""
         return self.folder / "run"
 
-    def confined(self, argv: Sequence[str], *, uid: int | None = None) -> list[str]:
-        """The command line that runs `argv` with the rights of this jail (and none else).
-
-        It outlives the daemon, whose successor adopts it or ends it.
+    async def start(
+        self, argv: Sequence[str], rights: Rights, *, stdout: int = DEVNULL, log: int = DEVNULL
+    ) -> Process:
+        """Run `argv` as the VMM's uid in this jail. It outlives the daemon, whose successor adopts
+        it or ends it. Raises CommandFailed where the kernel refuses any of it; then it never ran.
         """
-        uid = self.slot.vmm_uid if uid is None else uid
-        return [
-            *ISOLATE,
-            "setpriv",
-            f"--reuid={uid}",
-            f"--regid={self.slot.gid}",
-            "--clear-groups",
-            "--no-new-privs",
-            "--bounding-set=-all",
-            "--inh-caps=-all",
-            "--",
-            *("prlimit", "--core=0", f"--nofile={_MAX_FILES}", "--"),
-            *argv,
-        ]
+        mounts = [*rights.runtime.mounts, *rights.mounts]
+        confinement = self._confinement(self.slot.vmm_uid, mounts, rights.filter)
+        confinement |= {"links": rights.runtime.links, "umask": _UMASK}
+        return await Process.confined(confinement, argv, env=_ENV, stdout=stdout, stderr=log)
 
+    async def start_late(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log: int, pass_fds: Sequence[int]
+    ) -> Process:
+        """Run a helper of ours as root, in namespaces of its own; it gives up the rest itself, by
+        `confine.enter` with `late_confinement`, before it reads the first byte of a guest."""
+        everything = self._confinement(0, [], b"") | {"root": "", "umask": 0o077}
+        return await Process.confined(everything, argv, env=env, stderr=log, pass_fds=pass_fds)
 
-ISOLATE = ("unshare", "--net", "--ipc", "--uts", "--")
-"""util-linux unshare(1): namespaces in which there is nothing to reach."""
+    def late_confinement(self, filter: bytes) -> dict[str, Any]:
+        """For the attendant, with the run folder and nothing else in its root."""
+        return self._confinement(self.slot.attendant_uid, [], filter)
 
-
-_PR_CAPBSET_DROP = 24
-_PR_SET_NO_NEW_PRIVS = 38
-_CAPABILITIES = range(64)
-_MAX_FILES = 1024
-
-
-def drop_privileges(uid: int, gid: int) -> None:
-    """Give up every right of this process for good; it was started as root, by us.
-
-    For helpers that are Python themselves, whose interpreter the new uid may not be able to read:
-    they import what they need first. Called once, before anything from a guest is read. Raises
-    OSError where the kernel refuses, and then nothing may go on. (prctl(2), capabilities(7))
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    for capability in _CAPABILITIES:  # past the last one the kernel answers EINVAL
-        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    os.setgroups([])
-    os.setresgid(gid, gid, gid)
-    os.setresuid(uid, uid, uid)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
-    if os.getuid() != uid or os.geteuid() != uid:
-        raise OSError("still the old user after setresuid")
+    def _confinement(
+        self, uid: int, mounts: Sequence[tuple[str, str, str]], filter: bytes
+    ) -> dict[str, Any]:
+        return {
+            "root": str(self.folder / "root"),
+            "mounts": [*mounts, (str(self.run), RUN, "w")],
+            "links": [],
+            "cwd": RUN,
+            "uid": uid,
+            "gid": self.slot.gid if uid else 0,
+            "files": MAX_FILES,
+            "cgroups": list(self.cgroups),
+            "filter": filter.hex(),
+            "umask": 0o077,
+        }
 
 
 def sandboxes(state: Path) -> Path:
@@ -97,14 +109,14 @@ def sandboxes(state: Path) -> Path:
     return state / "sandboxes"
 
 
-def make(state: Path, slot: Slot) -> Jail:
+def make(state: Path, slot: Slot, cgroups: Sequence[str] = ()) -> Jail:
     """Build the folder of `slot`; `remove` takes it away.
 
     Raises LaunchError where something is at that place already: what lies there was not made by
     this daemon and is not trusted (THREATS.md 9). Raises OSError where the disk is full, and then
     leaves nothing.
     """
-    jail = Jail(slot, sandboxes(state) / slot.name)
+    jail = Jail(slot, sandboxes(state) / slot.name, tuple(cgroups))
     try:
         jail.folder.mkdir(mode=0o750)
     except FileExistsError:
@@ -114,6 +126,7 @@ def make(state: Path, slot: Slot) -> Jail:
         ) from None
     try:
         os.chown(jail.folder, 0, slot.gid)
+        (jail.folder / "root").mkdir(mode=0o700)
         jail.run.mkdir()
         jail.run.chmod(0o770)
         os.chown(jail.run, slot.vmm_uid, slot.gid)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from cantelop_kernels.cgroup import Caps, Hierarchy
 from cantelop_kernels.config import App, Config
 from cantelop_kernels.errors import BadRequest, ImageError
 from cantelop_kernels.image import Image, ImageStore, VerifiedImages
@@ -17,12 +18,28 @@ from cantelop_kernels.record import SessionRecord
 from cantelop_kernels.sandbox import Plan
 from cantelop_kernels.schema import SessionRequest
 
+_HELPERS_CPU = 0.5
+"""CPUs for the VMM's own threads, its helper and the attendant, beside the virtual ones."""
+
+_MAX_THREADS = 256
+"""A VMM has one for each virtual CPU, and up to 64 that wait for the disk."""
+
 
 class Plans:
-    """May hash files, so all but `wishes` and `known` are for threads."""
+    """May hash files, so all but `wishes` and `known` are for threads. `overhead_mib` is what a
+    VMM and its helpers may take beyond the guest's memory."""
 
-    def __init__(self, config: Config, state: Path, images: ImageStore) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: Path,
+        images: ImageStore,
+        cgroups: Hierarchy,
+        overhead_mib: int,
+    ) -> None:
         self._config = config
+        self._cgroups = cgroups
+        self._overhead_mib = overhead_mib
         self._state = state
         self._images = images
         self._verified = VerifiedImages(images)
@@ -66,6 +83,12 @@ class Plans:
             scratch_mib=scratch_mib,
             state=self._state,
             boot_deadline=self._config.boot_deadline,
+            cgroups=self._cgroups,
+            caps=Caps(
+                cpus=vcpus + _HELPERS_CPU,
+                memory=(memory_mib + self._overhead_mib) << 20,
+                pids=_MAX_THREADS,
+            ),
         )
 
 

@@ -8,9 +8,11 @@ A child is reaped as soon as it ends, whether or not anybody waits, as long as t
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any, ClassVar
 
+from . import confine
 from .errors import CantelopError, DeadlineExceeded
 from .pipes import Capture, feed, read
 
@@ -213,6 +216,47 @@ class Process:
         )
         return cls(popen.pid, _pidfd_of(popen), popen)
 
+    @classmethod
+    async def confined(
+        cls,
+        confinement: Mapping[str, Any],
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int = DEVNULL,
+        stderr: int = DEVNULL,
+        pass_fds: Sequence[int] = (),
+    ) -> Process:
+        """Start `argv` in namespaces of its own, with the rights that `confinement` leaves it.
+
+        `confine` says what a confinement is; argv[0] is a path in its root. It is a child of this
+        process, and its own process 1. Returns once the program itself runs. Raises CommandFailed
+        with what the kernel refused; then, and on cancellation, nothing of it is left.
+        """
+        started: list[Process] = []
+
+        async def start() -> None:
+            text = await _start_confined(
+                {"confinement": dict(confinement), "argv": list(argv), "env": dict(env)},
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=pass_fds,
+            )
+            pid = next((int(line[4:]) for line in text if line.startswith("pid ")), None)
+            if pid is not None:
+                started.append(cls(pid, os.pidfd_open(pid), None))
+            why = next((line[6:] for line in text if line.startswith("error ")), None)
+            if pid is None or why is not None:
+                raise CommandFailed(argv[0], _NOT_STARTED, f"cannot be confined: {why or 'ended'}")
+
+        try:
+            await finish(start())
+        except BaseException:
+            for one in started:
+                await finish(_discard(one))
+            raise
+        return started[0]
+
     def __repr__(self) -> str:
         state = "running" if self.returncode is None else f"ended {self.returncode}"
         return f"<Process {self.pid} {state}>"
@@ -263,13 +307,23 @@ class Process:
             self._pidfd = -1
 
     def _on_exit(self) -> None:
-        returncode = self._popen.poll() if self._popen is not None else UNKNOWN
+        returncode = self._popen.poll() if self._popen is not None else self._status()
         if returncode is None:
             return  # never seen: a pidfd is readable only after the end
         self._loop.remove_reader(self._pidfd)
         self._ended.set_result(returncode)
         if self._closing:
             self.close()
+
+    def _status(self) -> int | None:
+        """Of a process that subprocess does not know: a confined one, or an adopted one."""
+        try:
+            done = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            return UNKNOWN
+        if done is None:
+            return None
+        return done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
 
 
 async def run(
@@ -332,6 +386,47 @@ async def run_patiently(
                 raise
             await asyncio.sleep(pause)
     return await run(argv, env=env, deadline=deadline, check=check)
+
+
+async def _start_confined(
+    order: dict[str, Any], *, stdout: int, stderr: int, pass_fds: Sequence[int]
+) -> list[str]:
+    """Run `confine` as a program; the lines of its report, whose end is the program's start."""
+    reading, report = os.pipe()
+    memory = os.memfd_create("confinement")
+    try:
+        os.write(memory, json.dumps(order | {"report": report}).encode())
+        os.lseek(memory, 0, os.SEEK_SET)
+        starter = _popen(
+            [sys.executable, "-I", "-S", confine.__file__, str(memory)],
+            env={},
+            stdin=DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(memory, report, *pass_fds),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(report)
+        os.close(memory)
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", buffering=0)
+    )
+    try:
+        text = await stream.read()
+    finally:
+        transport.close()
+        starter.wait()  # it has ended, or is about to: the report is closed
+    return text.decode(errors="replace").splitlines()
+
+
+async def _discard(process: Process) -> None:
+    await process.stop(0.0)
+    process.close()
 
 
 def _popen(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

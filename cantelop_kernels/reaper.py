@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cantelop_kernels import record, trees
+from cantelop_kernels.cgroup import Hierarchy
 from cantelop_kernels.errors import CantelopError
 from cantelop_kernels.jail import sandboxes
 from cantelop_kernels.record import SessionRecord
@@ -27,8 +28,9 @@ class Findings:
     removed: list[str] = field(default_factory=list)
 
 
-async def reap(state: Path, uid_base: int) -> Findings:
-    """Find the sessions that still live, kill every other process, remove every other folder.
+async def reap(state: Path, uid_base: int, cgroups: Hierarchy) -> Findings:
+    """Find the sessions that still live, kill every other process, remove every other cgroup and
+    folder.
 
     A folder that cannot be removed is set aside and told, and keeps nobody from serving. Raises
     DeadlineExceeded where a process does not die: it could be serving still.
@@ -43,6 +45,8 @@ async def reap(state: Path, uid_base: int) -> Findings:
             continue
         findings.alive.append(known)
         kept.add(folder)
+    for name in sorted(cgroups.names(f"cantelop-{uid_base}-") - {folder.name for folder in kept}):
+        findings.removed.append(await _said(f"cgroup {name}", cgroups.find(name).remove()))
     spared = {uid for one in findings.alive for uid in Slot(one.slot, uid_base).uids}
     findings.removed += await kill_found(set(uid_range(uid_base)) - spared)
     for old in trees.leftovers(places, names):

@@ -8,6 +8,7 @@ last lines of the guest's console.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cantelop_kernels import host, jail, record, scratch, vsock, wire
+from cantelop_kernels import host, jail, record, scratch, seccomp, vsock, wire
+from cantelop_kernels.cgroup import Caps, Hierarchy, Leaf
 from cantelop_kernels.errors import (
     CantelopError,
     DeadlineExceeded,
@@ -63,6 +65,8 @@ class Plan:
     scratch_mib: int
     state: Path
     boot_deadline: float
+    cgroups: Hierarchy
+    caps: Caps
 
 
 class Sandbox:
@@ -71,9 +75,12 @@ class Sandbox:
     Whoever holds one destroys it, once or more often, however its life went.
     """
 
-    def __init__(self, place: Jail, link: Link, parts: _Parts, undo: AsyncExitStack) -> None:
+    def __init__(
+        self, place: Jail, leaf: Leaf, link: Link, parts: _Parts, undo: AsyncExitStack
+    ) -> None:
         """`undo` is everything that destroying it takes."""
         self.place = place
+        self.leaf = leaf
         self.link = link
         self.leftover: CantelopError | None = None
         """Why something of it stays, once it has been destroyed as far as can be."""
@@ -319,13 +326,14 @@ async def adopt(
         stack.callback(slots.release, slot)
         with suppress(ImageError):  # it may have been removed; the machine has it open
             stack.enter_context(plan.images.hold(plan.image))
-        stack.push_async_callback(_destroy, place, slots)
+        leaf = plan.cgroups.find(slot.name)
+        stack.push_async_callback(_destroy, place, leaf, slots)
         attendant = _adopted(stack, known.attendant)
         helpers = {name: _adopted(stack, one) for name, one in known.helpers.items()}
         machine = Machine(_adopted(stack, known.machine), helpers)
         link = connect(place.folder)
         stack.callback(link.close)
-        return Sandbox(place, link, _Parts(machine, attendant), stack)
+        return Sandbox(place, leaf, link, _Parts(machine, attendant), stack)
     except BaseException as error:
         await finish(stack.aclose())
         if isinstance(error, CantelopError | OSError):
@@ -349,9 +357,12 @@ async def _acquire(
         stack.callback(slots.release, slot)
     with step("image"):
         stack.enter_context(plan.images.hold(plan.image))
+    with step("cgroup"):
+        leaf = plan.cgroups.make(slot.name, plan.caps)
+        stack.push_async_callback(leaf.remove)
     with step("folder"):
-        place = jail.make(plan.state, slot)
-        stack.push_async_callback(_destroy, place, slots)
+        place = jail.make(plan.state, slot, leaf.procs)
+        stack.push_async_callback(_destroy, place, leaf, slots)
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
     with step("attendant"):
@@ -362,7 +373,7 @@ async def _acquire(
             vmm.run(_spec(plan, disk), place, console=pipes.console[1], log=pipes.log[1])
         )
         pipes.close_writers()
-        sandbox = step.sandbox = Sandbox(place, link, _Parts(machine, attendant), stack)
+        sandbox = step.sandbox = Sandbox(place, leaf, link, _Parts(machine, attendant), stack)
     with step("guest boot"):
         await sandbox.hello(plan.boot_deadline)
     return sandbox
@@ -377,10 +388,11 @@ def _take_slot(slots: SlotTable) -> Slot:
     return slot
 
 
-async def _destroy(place: Jail, slots: SlotTable) -> None:
+async def _destroy(place: Jail, leaf: Leaf, slots: SlotTable) -> None:
     """Where something of the sandbox stays, its uids and names are not given to another one."""
     try:
         slot = place.slot
+        await leaf.remove()
         await kill_all((slot.vmm_uid, slot.attendant_uid))  # what they may have forked
         await jail.remove(place)
     except BaseException:
@@ -431,7 +443,7 @@ def _close(fd: int) -> int:
 async def _attendant(place: Jail, pipes: _Pipes) -> AsyncIterator[tuple[Link, Process]]:
     """Start the attendant with its descriptors; leaving the context ends it."""
     with listen(place.folder) as listener:
-        process = _spawn_attendant(place, pipes, listener)
+        process = await _spawn_attendant(place, pipes, listener)
     try:
         link = connect(place.folder)
         try:
@@ -443,7 +455,7 @@ async def _attendant(place: Jail, pipes: _Pipes) -> AsyncIterator[tuple[Link, Pr
         process.close()
 
 
-def _spawn_attendant(place: Jail, pipes: _Pipes, daemon: socket.socket) -> Process:
+async def _spawn_attendant(place: Jail, pipes: _Pipes, daemon: socket.socket) -> Process:
     slot = place.slot
     owner = {"uid": slot.attendant_uid, "gid": slot.gid}
     with (
@@ -457,13 +469,13 @@ def _spawn_attendant(place: Jail, pipes: _Pipes, daemon: socket.socket) -> Proce
             "console": pipes.console[0],
             "vmm-log": pipes.log[0],
         }
-        argv = [*jail.ISOLATE, sys.executable, "-P", "-m", "cantelop_kernels.attendant"]
-        argv += [f"--{name}={number}" for name, number in (fds | owner).items()]
-        process = Process.spawn(
-            argv,
+        argv = [sys.executable, "-P", "-m", "cantelop_kernels.attendant"]
+        argv += [f"--{name}={number}" for name, number in fds.items()]
+        rights = place.late_confinement(seccomp.attendant())
+        process = await place.start_late(
+            [*argv, f"--confinement={json.dumps(rights)}"],
             env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd=place.run,
-            stderr=pipes.log[1],
+            log=pipes.log[1],
             pass_fds=tuple(fds.values()),
         )
     pipes.close_readers()

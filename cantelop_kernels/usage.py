@@ -1,7 +1,7 @@
 """What a session uses, read from the host's side and asked of its guest.
 
-Layer 5. The host's figures come from /proc and cannot be forged; the guest's are what its agent
-says, and serve display and idle culling only.
+Layer 5. The host's figures come from the sandbox's cgroup and cannot be forged; the guest's are
+what its agent says, and serve display and idle culling only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from cantelop_kernels.errors import CantelopError, NotFound
 from cantelop_kernels.sandbox import Sandbox
@@ -75,17 +73,9 @@ class Meter:
 
 
 def read_host(sandbox: Sandbox) -> Host:
-    """Blocking: a few files of /proc per process."""
-    cpu, memory = 0.0, 0
-    for one in sandbox.processes.values():
-        try:
-            process = psutil.Process(one.pid)
-            times = process.cpu_times()
-            cpu += times.user + times.system
-            memory += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return Host(cpu, memory, disk_used(sandbox))
+    """Blocking: a few small files."""
+    taken = sandbox.leaf.taken()
+    return Host(taken.cpu, taken.memory, disk_used(sandbox))
 
 
 def disk_used(sandbox: Sandbox) -> int:

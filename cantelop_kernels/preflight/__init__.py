@@ -32,7 +32,7 @@ async def checks(state: Path, socket: Path, *, allow_emulation: bool) -> list[Ch
         await programs.qemu(),
         await programs.vsock(tools.find_vhost_device_vsock(state)),
         linux.namespaces(),
-        linux.cgroups(),
+        linux.cgroups(required=True),
         await linux.nftables(),
         _uids(settings),
         files.state_folder(state),
@@ -57,6 +57,7 @@ def boundary(settings: Config, state: Path) -> list[Check]:
         _uids(settings),
         files.ownership(files.trusted_files(state, settings)),
         linux.namespaces(),
+        linux.cgroups(required=True),
     ]
 
 

@@ -1,7 +1,8 @@
 """QEMU's microvm machine: KVM where the CPU has it, else emulation (TCG), which runs anywhere.
 
 Layer 3. The vsock device is vhost-device-vsock, a process of its own that shares the guest's memory
-and speaks the same hybrid vsock as Firecracker. Both run confined in the jail.
+and speaks the same hybrid vsock as Firecracker. Both run confined in the jail, each in a root of
+its own (`mount_namespaces(7)`), where the paths of this module's constants hold.
 (QEMU docs/system/i386/microvm.rst; kernel-parameters.txt.)
 """
 
@@ -14,17 +15,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cantelop_kernels import vsock, watch, wire
+from cantelop_kernels import runtime, seccomp, vsock, watch, wire
 from cantelop_kernels.errors import ConfigError, DeadlineExceeded, LaunchError
-from cantelop_kernels.jail import Jail
+from cantelop_kernels.jail import Jail, Rights
 from cantelop_kernels.process import Process
-from cantelop_kernels.vmm import Machine, VmSpec
+from cantelop_kernels.runtime import Runtime
+from cantelop_kernels.vmm import Drive, Machine, VmSpec
 
 BINARY = "qemu-system-x86_64"
 _VHOST_SOCKET = "vhost.sock"
+_HELPER = "/usr/bin/vhost-device-vsock"
 _HELPER_DEADLINE = 5.0
-_UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
-_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+_FIRMWARE = ("bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin")
+_FIRMWARE_FOLDERS = (Path("/usr/share/qemu"), Path("/usr/share/seabios"))
+_MODULES = "qemu/accel-tcg-x86_64.so"
+_IMAGE = Path("/image")
+_DISK = Path("/disk")
 
 _EMULATED_CPU = "max,-erms,-svm,xlevel=0x80000008"
 """A CPU with "enhanced rep movsb" makes kernel and libc copy with it: byte by byte when emulated.
@@ -69,6 +75,36 @@ def emulation_args(tsc_khz: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Runtimes:
+    """What QEMU and its vsock helper find in their roots; for each its own."""
+
+    machine: Runtime
+    helper: Runtime
+
+
+async def runtimes(state: Path, binary: Path, vhost_vsock: Path) -> Runtimes:
+    """Gather them. Raises as `runtime.ensure`."""
+    programs = [binary, *_modules(binary)]
+    return Runtimes(
+        await runtime.ensure(state / "runtime" / "qemu", programs, _firmware()),
+        await runtime.ensure(
+            state / "runtime" / "vsock", [vhost_vsock], places={vhost_vsock: _HELPER}
+        ),
+    )
+
+
+def _modules(binary: Path) -> list[Path]:
+    """Debian's QEMU loads its emulation as a module, from beside the libraries."""
+    folders = (binary.parent.parent / "lib").glob("*-linux-gnu")
+    return [path for folder in folders if (path := folder / _MODULES).exists()]
+
+
+def _firmware() -> list[Path]:
+    found = [folder / name for name in _FIRMWARE for folder in _FIRMWARE_FOLDERS]
+    return [path for path in found if path.exists()]
+
+
+@dataclass(frozen=True, slots=True)
 class Qemu:
     """`tsc_khz` is the host's; it is used under emulation only."""
 
@@ -76,10 +112,13 @@ class Qemu:
     vhost_vsock: Path
     emulated: bool
     tsc_khz: int
+    runtimes: Runtimes | None = None
+    """None where a test runs the command lines without a jail."""
     name: str = "qemu"
 
     def command(self, spec: VmSpec) -> list[str]:
-        """The command line, run with the jail's `run` as working folder."""
+        """The command line, run with the jail's `run` as working folder; paths are as QEMU sees
+        them."""
         memory = f"memory-backend-memfd,id=ram,size={spec.memory_mib}M,share=on"
         return [
             str(self.binary),
@@ -112,21 +151,22 @@ class Qemu:
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
     ) -> AsyncIterator[Machine]:
         """See `Vmm.run`. Raises LaunchError where the helper does not come up."""
-        helper = self._spawn(jail, self.helper_command(), stdout=log, log=log)
+        assert self.runtimes is not None
+        rights = Rights(self.runtimes.helper, seccomp.helper())
+        helper = await jail.start([_HELPER, *self.helper_command()[1:]], rights, log=log)
         try:
             await _listening(helper, jail.run / _VHOST_SOCKET)
-            machine = self._spawn(jail, self.command(spec), stdout=console, log=log)
+            inside, mounts = _seen_inside(spec)
+            if not self.emulated:
+                mounts.append(("/dev/kvm", "/dev/kvm", "wd"))
+            rights = Rights(self.runtimes.machine, seccomp.vmm(), mounts)
+            machine = await jail.start(self.command(inside), rights, stdout=console, log=log)
             try:
                 yield Machine(machine, {"the vsock helper": helper})
             finally:
                 await _kill(machine)
         finally:
             await _kill(helper)
-
-    def _spawn(self, jail: Jail, argv: list[str], *, stdout: int, log: int) -> Process:
-        return Process.spawn(
-            jail.confined(argv), env=_ENV, cwd=jail.run, stdout=stdout, stderr=log, umask=_UMASK
-        )
 
     def _kernel_args(self) -> tuple[str, ...]:
         return (*_ALWAYS, *(emulation_args(self.tsc_khz) if self.emulated else ()))
@@ -139,6 +179,24 @@ class Qemu:
             options += ",readonly=on" if drive.read_only else ",cache=unsafe,discard=unmap"
             argv += ["-drive", options, "-device", f"virtio-blk-device,drive=disk{number}"]
         return argv
+
+
+def _seen_inside(spec: VmSpec) -> tuple[VmSpec, list[tuple[str, str, str]]]:
+    """The same machine with the paths of the jail, and what has to be bound there."""
+    mounts: list[tuple[str, str, str]] = []
+
+    def bound(path: Path, folder: Path, flags: str) -> Path:
+        inside = folder / f"{len(mounts)}-{path.name}"
+        mounts.append((str(path.resolve()), str(inside), flags))
+        return inside
+
+    drives = tuple(
+        Drive(bound(one.path, _IMAGE if one.read_only else _DISK, "" if one.read_only else "w"),
+              one.read_only)
+        for one in spec.drives
+    )  # fmt: skip
+    kernel, initramfs = bound(spec.kernel, _IMAGE, ""), bound(spec.initramfs, _IMAGE, "")
+    return VmSpec(spec.vcpus, spec.memory_mib, kernel, initramfs, drives), mounts
 
 
 async def _listening(helper: Process, path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.fakes.fake_vmm import FakeVmm
 from tests.fakes.host_stack import publish_fake_image
 
 PROGRAM = (sys.executable, "-m", "tests.fakes.fake_vmm_daemon")
-STEPS = ("slot", "image", "folder", "disk", "attendant", "virtual machine", "guest boot")
+STEPS = ("slot", "image", "cgroup", "folder", "disk", "attendant", "virtual machine", "guest boot")
 MOMENTS = {
     "before the record": (record, "save", True),
     "after the record": (record, "save", False),

@@ -23,7 +23,8 @@ from cantelop_kernels.image_model import PARTS, SCHEMA, sha256
 from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import uid_range
 
-UID_BASE = 915_000
+UID_BASE = int(os.environ.get("CANTELOP_TEST_UID_BASE", "915000"))
+"""Two runs of these tests at once need two of them."""
 KEY = "0123456789abcdef"
 
 
@@ -82,15 +83,17 @@ def publish_fake_image(state: Path, name: str = "python3") -> None:
 
 
 @asynccontextmanager
-async def connected(view: schema.SessionView) -> AsyncIterator[AsyncKernelClient]:
-    """A real, unmodified Jupyter client on a session's endpoints."""
+async def connected(
+    view: schema.SessionView, seconds: float = 30
+) -> AsyncIterator[AsyncKernelClient]:
+    """A real, unmodified Jupyter client on a session's endpoints, which has to answer in time."""
     kernel = AsyncKernelClient()
     info: Any = {f"{name}_port": number for number, name in enumerate(_PORTS, 1)}
     info |= {"transport": "ipc", "ip": view.endpoints.ip, "key": KEY.encode()}
     kernel.load_connection_info(info)
     kernel.start_channels()
     try:
-        await kernel.wait_for_ready(timeout=30)
+        await kernel.wait_for_ready(timeout=seconds)
         yield kernel
     finally:
         kernel.stop_channels()
@@ -99,7 +102,7 @@ async def connected(view: schema.SessionView) -> AsyncIterator[AsyncKernelClient
 _PORTS = ("shell", "iopub", "stdin", "control", "hb")
 
 
-async def output(kernel: AsyncKernelClient, code: str) -> str:
+async def output(kernel: AsyncKernelClient, code: str, seconds: float = 30) -> str:
     """What `code` prints."""
     said: list[str] = []
 
@@ -107,7 +110,7 @@ async def output(kernel: AsyncKernelClient, code: str) -> str:
         if message["msg_type"] == "stream":
             said.append(message["content"]["text"])
 
-    reply = await kernel.execute_interactive(code, output_hook=hook, timeout=30)
+    reply = await kernel.execute_interactive(code, output_hook=hook, timeout=seconds)
     assert reply["content"]["status"] == "ok", json.dumps(reply["content"], default=str)
     return "".join(said)
 

@@ -28,7 +28,15 @@ from cantelop_kernels.process import Process
 from cantelop_kernels.schema import SessionView
 from cantelop_kernels.vmm import Machine, VmSpec
 from tests.fakes.fake_vmm import FakeVmm
-from tests.fakes.host_stack import Running, Stack, connected, eventually, output, processes
+from tests.fakes.host_stack import (
+    UID_BASE,
+    Running,
+    Stack,
+    connected,
+    eventually,
+    output,
+    processes,
+)
 from tests.host.test_adoption import CLIENT
 
 BOUND = 15.0
@@ -64,7 +72,7 @@ def snapshot() -> dict[str, Any]:
         "children": sorted(one.pid for one in psutil.Process().children(recursive=True)),
         "mounts": sorted(Path("/proc/self/mountinfo").read_text().splitlines()),
         "namespaces": sorted(one.name for one in Path("/run/netns").glob("*")),
-        "cgroups": sorted(str(p) for p in Path("/sys/fs/cgroup").glob("*/*cantelop*")),
+        "cgroups": sorted(str(p) for p in Path("/sys/fs/cgroup").glob(f"**/cantelop-{UID_BASE}-*")),
         "files": len(os.listdir("/proc/self/fd")),
     }
 
@@ -79,7 +87,7 @@ class Scene:
 
     async def nothing_left(self) -> None:
         ipc = Path(self.neighbour.endpoints.ip).parent.name
-        kept = {ipc, "cantelop-915000-0"}
+        kept = {ipc, f"cantelop-{UID_BASE}-0"}
         await eventually(lambda: set(self.stack.folders()) == kept, 10)
         after: dict[str, Any] = {}
 

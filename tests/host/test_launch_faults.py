@@ -32,7 +32,7 @@ from cantelop_kernels.schema import Logs
 from cantelop_kernels.uids import kill_all
 from cantelop_kernels.vmm import Machine, VmSpec
 from tests.fakes.fake_vmm import FakeVmm
-from tests.fakes.host_stack import Running, Stack, eventually, processes
+from tests.fakes.host_stack import UID_BASE, Running, Stack, eventually, processes
 
 
 class BadVmm(FakeVmm):
@@ -186,7 +186,7 @@ async def test_what_lies_at_the_place_is_refused_and_stays(stack: Stack, tmp_pat
     target = tmp_path / "target"
     target.mkdir()
     (target / "canary").write_text("alive")
-    trap = stack.state / "sandboxes" / f"cantelop-{915_000}-0"
+    trap = stack.state / "sandboxes" / f"cantelop-{UID_BASE}-0"
     trap.symlink_to(target)
     with pytest.raises(LaunchError, match="exists already"):
         await stack.create()
@@ -260,7 +260,7 @@ async def test_a_second_daemon_is_refused(stack: Stack, place: Path) -> None:
             pass
     other = daemon.Options(place / "other.sock", place / "other")
     with pytest.raises(ConfigError, match="another daemon uses the uids"):
-        async with daemon.running(config.load(uid_base=915_000), other, make):
+        async with daemon.running(config.load(uid_base=UID_BASE), other, make):
             pass
     await stack.client.info()
 
@@ -276,11 +276,11 @@ async def test_folders_that_others_can_change_are_refused(place: Path) -> None:
 
 
 async def test_what_a_dead_daemon_left_is_taken_away(running: Running, place: Path) -> None:
-    leftover = place / "state" / "sandboxes" / "cantelop-915000-5" / "run"
+    leftover = place / "state" / "sandboxes" / f"cantelop-{UID_BASE}-5" / "run"
     leftover.mkdir(parents=True)
-    orphan, other = _sleeper(915_020), _sleeper(930_020)
+    orphan, other = _sleeper(UID_BASE + 20), _sleeper(UID_BASE + 15_020)
     try:
-        await asyncio.to_thread(_running_as, orphan.pid, 915020)
+        await asyncio.to_thread(_running_as, orphan.pid, UID_BASE + 20)
         async with running():
             assert orphan.wait(5) == -9
             assert other.poll() is None  # not of our range
@@ -308,16 +308,16 @@ async def test_what_cannot_be_reaped_keeps_nobody_from_serving(
     running: Running, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandboxes = place / "state" / "sandboxes"
-    with stuck(sandboxes, sandboxes / "cantelop-915000-0"):
+    with stuck(sandboxes, sandboxes / f"cantelop-{UID_BASE}-0"):
         options = daemon.Options(place / "c.sock", place / "state")
 
         async def make(_: Path) -> FakeVmm:
             return FakeVmm()
 
-        async with daemon.running(config.load(uid_base=915_000), options, make):
+        async with daemon.running(config.load(uid_base=UID_BASE), options, make):
             assert "which stays" in caplog.text
             (left,) = sandboxes.iterdir()
-            assert left.name.startswith(".cantelop-915000-0.gone-")
+            assert left.name.startswith(f".cantelop-{UID_BASE}-0.gone-")
     async with running():  # the mount is gone: now it can be removed
         assert list(sandboxes.iterdir()) == []
 
@@ -326,12 +326,12 @@ async def test_a_sandbox_that_cannot_be_removed_keeps_its_slot(running: Running)
     async with running() as stack:
         sandboxes = stack.state / "sandboxes"
         view = await stack.create()
-        with stuck(sandboxes, sandboxes / "cantelop-915000-0"):
+        with stuck(sandboxes, sandboxes / f"cantelop-{UID_BASE}-0"):
             with pytest.raises(CantelopError, match="could not be removed"):
                 await stack.client.end(view.id)
             await stack.create()
-            assert (sandboxes / "cantelop-915000-1").exists()
-        (left,) = trees.leftovers(sandboxes, "cantelop-915000-0")
+            assert (sandboxes / f"cantelop-{UID_BASE}-1").exists()
+        (left,) = trees.leftovers(sandboxes, f"cantelop-{UID_BASE}-0")
         await trees.remove_leftover(left)
 
 
@@ -352,20 +352,20 @@ async def test_a_users_folder_of_any_depth_is_released(stack: Stack) -> None:
 async def test_processes_that_fork_while_they_are_killed_are_all_found() -> None:
     """A child is forked before its parent dies, over and over."""
     forks = "import os, time\nwhile True:\n if os.fork(): time.sleep(0.1); os._exit(0)"
-    runner = _as_uid(915_030, sys.executable, "-S", "-c", forks)
-    await asyncio.to_thread(_running_as, runner.pid, 915_030)
-    await kill_all([915_030])
+    runner = _as_uid(UID_BASE + 30, sys.executable, "-S", "-c", forks)
+    await asyncio.to_thread(_running_as, runner.pid, UID_BASE + 30)
+    await kill_all([UID_BASE + 30])
     runner.wait()
     assert processes() == []
 
 
 async def test_a_process_that_kills_its_killer_is_killed() -> None:
     kills = "import os, signal\nwhile True:\n try: os.kill(-1, 9)\n except OSError: pass"
-    runner = _as_uid(915_030, sys.executable, "-S", "-c", kills)
-    await asyncio.to_thread(_running_as, runner.pid, 915_030)
+    runner = _as_uid(UID_BASE + 30, sys.executable, "-S", "-c", kills)
+    await asyncio.to_thread(_running_as, runner.pid, UID_BASE + 30)
     await asyncio.sleep(0.3)
     async with asyncio.timeout(20):
-        await kill_all([915_030])
+        await kill_all([UID_BASE + 30])
     assert await asyncio.to_thread(runner.wait, 5) == -9
     assert processes() == []
 
@@ -417,7 +417,7 @@ async def test_a_socket_swapped_for_a_link_gives_nothing_away(place: Path) -> No
             (folder / name).symlink_to(target)
 
         patch.setattr(vsock, "bind", bind_and_swap)
-        vsock.listen(place, 1024, uid=915_001, gid=915_000).close()
+        vsock.listen(place, 1024, uid=UID_BASE + 1, gid=UID_BASE).close()
     found = target.stat()
     assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, 0, 0o600)
 

@@ -15,11 +15,12 @@ PROVISIONER = ROOT / "provisioner" / "cantelop_provisioner"
 GUEST = ROOT / "guest" / "cantelop_guest"
 
 LAYERS = [
-    ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail"],
+    ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail", "confine"],
     ["process", "host", "peers", "systemd", "trees", "trust", "watch"],
     [
         *("jail", "uids", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
         *("image", "image_*", "record", "scratch", "workspace", "ninep", "tools"),
+        *("runtime", "seccomp"),
     ],
     ["vmm", "vmm.*"],
     ["sandbox", "attendant", "caller", "channels", "logbook", "link"],

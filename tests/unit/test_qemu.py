@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cantelop_kernels.jail import Jail
-from cantelop_kernels.slot import Slot
 from cantelop_kernels.vmm import Drive, VmSpec
 from cantelop_kernels.vmm.qemu import Qemu
 
@@ -62,12 +60,3 @@ def test_the_base_image_is_read_only_and_the_scratch_disk_is_not() -> None:
     command = qemu(emulated=True).command(SPEC)
     drives = [command[i + 1] for i, word in enumerate(command) if word == "-drive"]
     assert ["readonly=on" in drive for drive in drives] == [True, False]
-
-
-def test_confinement_comes_before_the_program() -> None:
-    jail = Jail(Slot(1, 600_000), Path("/state/x"))
-    command = jail.confined(["prog", "--flag"])
-    assert command[-3:] == ["--", "prog", "--flag"]
-    assert {"--reuid=600004", "--regid=600004", "--clear-groups", "--no-new-privs"} <= set(command)
-    assert "--bounding-set=-all" in command
-    assert command[:2] == ["unshare", "--net"]

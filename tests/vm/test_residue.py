@@ -44,7 +44,7 @@ def machine(state: Path) -> dict[str, object]:
             ["ip", "netns", "list"], capture_output=True, text=True, check=False
         ).stdout,
         "mounts": sorted(line.split(" ", 3)[3] for line in mounts),
-        "cgroups": sorted(str(p) for p in Path("/sys/fs/cgroup").glob("**/*cantelop*")),
+        "cgroups": sorted(str(p) for p in Path("/sys/fs/cgroup").glob(f"**/cantelop-{UID_BASE}-*")),
         "sandboxes": sorted(p.name for p in (state / "sandboxes").glob(f"cantelop-{UID_BASE}-*")),
         "loop devices": sorted(p.name for p in Path("/sys/block").glob("loop*/loop/backing_file")),
     }
