@@ -22,9 +22,10 @@ _STATUS_DEADLINE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`cpu` in seconds so far, `memory` and `disk` in bytes."""
+    """`cpu` and `throttled` in seconds so far, `memory` and `disk` in bytes."""
 
     cpu: float
+    throttled: float
     memory: int
     disk: int
 
@@ -49,6 +50,7 @@ class Meter:
             idle_seconds=status.get("idle_seconds"),
             cpu_seconds=round(host.cpu, 3),
             cpu_percent=round(self._rate(session.id, host.cpu), 1),
+            throttled_seconds=round(host.throttled, 3),
             memory=host.memory,
             guest_memory_used=status.get("memory_used"),
             kernel_memory=status.get("memory_current"),
@@ -75,7 +77,7 @@ class Meter:
 def read_host(sandbox: Sandbox) -> Host:
     """Blocking: a few small files."""
     taken = sandbox.leaf.taken()
-    return Host(taken.cpu, taken.memory, disk_used(sandbox))
+    return Host(taken.cpu, taken.throttled, taken.memory, disk_used(sandbox))
 
 
 def disk_used(sandbox: Sandbox) -> int:
