@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cantelop_kernels import wire
-from cantelop_kernels.session import cell_id, describe
+from cantelop_kernels.exits import cell_id, describe
 from cantelop_kernels.usage import plausible_status
 
 MEMORY = 512 << 20
