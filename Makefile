@@ -7,10 +7,10 @@ STAMP     := $(VENV)/.installed
 export CANTELOP_STATE = $(STATE)
 export CANTELOP_TEST_STATE = $(STATE)
 
-.PHONY: help setup image demo test lint unit bench clean
+.PHONY: help setup image lab-image demo test lint unit bench clean
 
 help:  ## what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 setup: $(STAMP)  ## system packages, virtual environment, project (editable)
 
@@ -22,6 +22,9 @@ $(STAMP): pyproject.toml guest/image/host-packages.txt
 
 image: $(STAMP)  ## the guest image python3
 	$(PY) -m cantelop_kernels image build
+
+lab-image: $(STAMP)  ## the host image of the lab, in which tests run on real Firecracker
+	$(PY) -m tests.lab image
 
 demo: image  ## run notebooks/quickstart.ipynb in a microVM
 	mkdir -p out
@@ -35,7 +38,7 @@ lint: $(STAMP)  ## ruff and mypy
 unit: $(STAMP)  ## the tests that need neither root nor a VM
 	$(PY) -m pytest tests/unit
 
-test: lint image  ## everything
+test: lint image lab-image  ## everything
 	$(PY) -m pytest
 
 bench: image  ## kernels in microVMs, behind the fake VMM and local, in one run; BENCH=--quick

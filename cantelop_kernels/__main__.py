@@ -18,6 +18,7 @@ from cantelop_kernels.cli.supervisor import Supervisor
 
 COMMANDS = {
     "doctor": "check whether this machine can run sandboxes, and say how to fix what it lacks",
+    "setup-firecracker": "install Firecracker and its jailer from a release",
     "image": "build, list and remove the images that sandboxes boot from",
     "kernelspec": "install, list and remove the Jupyter kernelspecs",
     "serve": "run the daemon",
@@ -29,7 +30,7 @@ COMMANDS = {
     "kill": "end sessions",
     "bench": "measure kernels in microVMs next to a plain local one",
 }
-"""Each is a module of `cantelop_kernels.cli`."""
+"""Each is a module of `cantelop_kernels.cli`, with an underscore for a hyphen."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     wanted = next((arg for arg in argv if not arg.startswith("-")), None)
     for name, text in COMMANDS.items():
         if name == wanted:
-            module = importlib.import_module(f"cantelop_kernels.cli.{name}")
+            module = importlib.import_module(f"cantelop_kernels.cli.{name.replace('-', '_')}")
             module.add_parser(commands)
             hidden = argparse.SUPPRESS
             commands.choices[name].add_argument(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError, Unicode
+from traitlets import Bool, Dict, Enum, Float, HasTraits, Int, List, TraitError, Unicode
 
 from cantelop_kernels.errors import ConfigError, NotFound
 from cantelop_kernels.slot import MAX_SLOTS, STRIDE
@@ -22,6 +22,8 @@ from cantelop_kernels.slot import MAX_SLOTS, STRIDE
 DEFAULT_CONFIG = Path("/etc/cantelop/cantelop.toml")
 DEFAULT_SOCKET = Path("/run/cantelop/cantelop.sock")
 DEFAULT_STATE = Path("/var/lib/cantelop")
+
+VMMS = ("auto", "firecracker", "qemu")
 
 DEFAULT_ENV = ("TZ", "COLUMNS", "LINES", "NO_COLOR", "CLICOLOR", "MPLBACKEND")
 """Environment variables that may pass into a guest unless an App says otherwise: none is secret.
@@ -86,6 +88,12 @@ class Config(_Frozen):
     """Everything the daemon is told by its operator."""
 
     allow_emulation = Bool(False, help="run without hardware virtualization: no security boundary")
+    vmm = Enum(VMMS, "auto", help="auto: Firecracker on hardware where it is installed, else QEMU")
+    allow_vulnerable_firecracker = Bool(False, help="run a version in spite of its known flaws")
+    disk_mib_per_second = Int(256, min=0, max=1 << 20, help="of each disk, on Firecracker; 0: any")
+    disk_operations_per_second = Int(
+        20_000, min=0, max=1 << 24, help="of each disk, on Firecracker; 0: any number"
+    )
     uid_base = Int(600_000, min=1000, max=(1 << 31) - STRIDE * MAX_SLOTS)
     cgroup_parent = Unicode("cantelop", help="cgroup below which every sandbox has one of its own")
     max_sessions = Int(64, min=1, max=MAX_SLOTS)

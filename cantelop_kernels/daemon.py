@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tornado.web import Application
@@ -29,7 +30,6 @@ from cantelop_kernels import (
     reaper,
     seccomp,
     systemd,
-    tools,
 )
 from cantelop_kernels.admission import Admission, Limits
 from cantelop_kernels.cgroup import Hierarchy
@@ -53,7 +53,7 @@ from cantelop_kernels.sessions import Sessions
 from cantelop_kernels.slot import SlotTable
 from cantelop_kernels.trust import changeable_by_others
 from cantelop_kernels.vmm import Vmm
-from cantelop_kernels.vmm.qemu import Qemu, find_binary, runtimes
+from cantelop_kernels.vmm.choice import default_vmm
 
 log = logging.getLogger(__name__)
 
@@ -78,47 +78,27 @@ class Options:
     idle_seconds: float | None = None
 
 
-async def default_vmm(state: Path) -> Vmm:
-    """QEMU, on KVM where the CPU has it. Fetches the vsock helper where it is not there yet.
-
-    Raises ConfigError where others than root could change what is to be run (THREATS.md 12).
-    """
-    helper = await tools.ensure_vhost_device_vsock(state)
-    binary = find_binary()
-    for program in (binary, helper):
-        _check_trusted(program)
-    inside = await runtimes(state, binary, helper)
-    return Qemu(binary, helper, not host.hardware_kvm(), host.tsc_khz(), inside)
-
-
-def _check_trusted(path: Path) -> None:
-    found = changeable_by_others(path)
-    if found is not None:
-        raise ConfigError(
-            f"{found} can be changed by others than root, and {path.name} would run from there",
-            hint=f"chown root {found}; chmod go-w {found}",
-        )
-
-
 async def serve(
     config: Config,
     options: Options,
     ready: Callable[[], None],
-    make_vmm: Callable[[Path], Awaitable[Vmm]] = default_vmm,
+    make_vmm: Callable[[Path], Awaitable[Vmm]] | None = None,
 ) -> None:
     """Serve until told to stop, or until idle.
 
     SIGTERM, SIGINT and SIGHUP let the sessions end within `drain_seconds` and then end them;
     SIGUSR1 leaves them to the next daemon, as does the death of this one. `ready` is called once
     the socket answers. Raises ConfigError and PermissionRefused with the reason where the daemon
-    cannot start, or must not since a boundary would be hollow; nothing is left then.
+    cannot start, or must not since a boundary would be hollow; nothing is left then. `make_vmm` is
+    for tests: they put a fake in its place.
     """
     _check_root()
     refused = preflight.refusal(preflight.boundary(config, options.state))
     if refused is not None:
         raise refused
     _allow_many_files()
-    async with running(config, options, _real_or_allowed(config, options, make_vmm)) as sessions:
+    chosen = make_vmm or partial(default_vmm, config)
+    async with running(config, options, _real_or_allowed(config, options, chosen)) as sessions:
         ready()
         systemd.notify("READY=1")
         log.info("serving on %s", options.socket)

@@ -75,6 +75,12 @@ class ImageError(CantelopError):
     code, http_status = "image", 422
 
 
+class ToolError(CantelopError):
+    """A program that sandboxes need is missing, not to be trusted, or could not be installed."""
+
+    code, http_status = "tool", 422
+
+
 class DaemonUnavailable(CantelopError):
     """Nobody answers on the daemon's socket: start it, then try again.
 

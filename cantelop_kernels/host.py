@@ -14,6 +14,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _VMSTAT = Path("/proc/vmstat")
 _KVM = Path("/dev/kvm")
+_CGROUP = Path("/sys/fs/cgroup")
 
 _MHZ = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
 _NOMINAL_GHZ = re.compile(r"^model name\s*:.*@\s*([0-9.]+)\s*GHz", re.MULTILINE)
@@ -92,6 +93,11 @@ def oom_kills_from_vmstat(vmstat: str) -> int:
 def oom_kills() -> int:
     """`oom_kills_from_vmstat` of this machine."""
     return oom_kills_from_vmstat(_read(_VMSTAT))
+
+
+def cgroup_version(root: Path = _CGROUP) -> int:
+    """2 where the controllers are in one tree, 1 where each has its own (hybrid hosts too)."""
+    return 2 if (root / "cgroup.controllers").exists() else 1
 
 
 def _read(path: Path) -> str:

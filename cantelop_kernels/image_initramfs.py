@@ -21,7 +21,7 @@ from .process import run
 SHARED = ("__init__.py", "relay.py", "wire.py")
 """Modules of this package that the agent uses too."""
 
-_LINKS = ("cp", "insmod", "mkdir", "mount", "poweroff", "sh", "sleep", "switch_root")
+_LINKS = ("cp", "insmod", "mkdir", "mount", "reboot", "sh", "sleep", "switch_root")
 _ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 
 

@@ -12,7 +12,8 @@ VMM, helper or attendant is started:
 Layout of `<state>/sandboxes/<slot.name>/` (0750, root and the slot's group):
 
 - `run/`  (0770, the VMM's uid) working folder of the VMM and its vsock helper, with their sockets;
-  the one place in which anything of the jail may write besides the disk
+  a VMM that needs it elsewhere below this folder says so (`Vmm.run_at`). The one place in which
+  anything of the jail may write besides the disk
 - `root/`  empty; where each process builds its own root, which nobody else sees
 - `scratch.img`  the writable disk (`scratch` makes it)
 - `attendant.sock`  where the attendant listens for the daemon (0600, root)
@@ -35,7 +36,10 @@ from cantelop_kernels.runtime import Runtime
 from cantelop_kernels.slot import Slot
 
 MAX_FILES = 1024
-RUN = "/run"
+RUN = "run"
+"""Where `Jail.run` lies in the folder, unless the VMM needs it elsewhere."""
+
+INSIDE = "/run"
 """Where a jailed process finds `Jail.run`, its working folder."""
 
 _UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
@@ -58,11 +62,12 @@ class Jail:
     slot: Slot
     folder: Path
     cgroups: tuple[str, ...] = ()
+    run_at: str = RUN
 
     @property
     def run(self) -> Path:
         """Working folder of the VMM and its helper; everything in it is theirs to change."""
-        return self.folder / "run"
+        return self.folder / self.run_at
 
     async def start(
         self, argv: Sequence[str], rights: Rights, *, stdout: int = DEVNULL, log: int = DEVNULL
@@ -75,13 +80,25 @@ class Jail:
         confinement |= {"links": rights.runtime.links, "umask": _UMASK}
         return await Process.confined(confinement, argv, env=_ENV, stdout=stdout, stderr=log)
 
-    async def start_late(
-        self, argv: Sequence[str], *, env: Mapping[str, str], log: int, pass_fds: Sequence[int]
+    async def start_with_rights(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: int,
+        stdout: int = DEVNULL,
+        pass_fds: Sequence[int] = (),
+        umask: int = 0o077,
     ) -> Process:
-        """Run a helper of ours as root, in namespaces of its own; it gives up the rest itself, by
-        `confine.enter` with `late_confinement`, before it reads the first byte of a guest."""
-        everything = self._confinement(0, [], b"") | {"root": "", "umask": 0o077}
-        return await Process.confined(everything, argv, env=env, stderr=log, pass_fds=pass_fds)
+        """Run a program that gives up its rights itself, in namespaces of its own and as root.
+
+        Two are trusted to: the attendant, by `confine.enter` with `late_confinement` before it
+        reads the first byte of a guest, and Firecracker's jailer.
+        """
+        everything = self._confinement(0, [], b"") | {"root": "", "umask": umask}
+        return await Process.confined(
+            everything, argv, env=env, stdout=stdout, stderr=log, pass_fds=pass_fds
+        )
 
     def late_confinement(self, filter: bytes) -> dict[str, Any]:
         """For the attendant, with the run folder and nothing else in its root."""
@@ -92,9 +109,9 @@ class Jail:
     ) -> dict[str, Any]:
         return {
             "root": str(self.folder / "root"),
-            "mounts": [*mounts, (str(self.run), RUN, "w")],
+            "mounts": [*mounts, (str(self.run), INSIDE, "w")],
             "links": [],
-            "cwd": RUN,
+            "cwd": INSIDE,
             "uid": uid,
             "gid": self.slot.gid if uid else 0,
             "files": MAX_FILES,
@@ -109,14 +126,14 @@ def sandboxes(state: Path) -> Path:
     return state / "sandboxes"
 
 
-def make(state: Path, slot: Slot, cgroups: Sequence[str] = ()) -> Jail:
-    """Build the folder of `slot`; `remove` takes it away.
+def make(state: Path, slot: Slot, cgroups: Sequence[str] = (), run_at: str = RUN) -> Jail:
+    """Build the folder of `slot`; `remove` takes it away. What lies above `run` is root's.
 
     Raises LaunchError where something is at that place already: what lies there was not made by
     this daemon and is not trusted (THREATS.md 9). Raises OSError where the disk is full, and then
     leaves nothing.
     """
-    jail = Jail(slot, sandboxes(state) / slot.name, tuple(cgroups))
+    jail = Jail(slot, sandboxes(state) / slot.name, tuple(cgroups), run_at)
     try:
         jail.folder.mkdir(mode=0o750)
     except FileExistsError:
@@ -127,7 +144,7 @@ def make(state: Path, slot: Slot, cgroups: Sequence[str] = ()) -> Jail:
     try:
         os.chown(jail.folder, 0, slot.gid)
         (jail.folder / "root").mkdir(mode=0o700)
-        jail.run.mkdir()
+        jail.run.mkdir(parents=True)
         jail.run.chmod(0o770)
         os.chown(jail.run, slot.vmm_uid, slot.gid)
     except OSError:

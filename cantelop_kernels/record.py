@@ -77,6 +77,8 @@ class SessionRecord(Schema):
     attendant: Running
     machine: Running
     helpers: dict[str, Running]
+    run_at: str = "run"
+    """Of its `Jail`: the next daemon may be configured for another VMM."""
 
     def alive(self) -> bool:
         """Whether every process of its sandbox still runs."""

@@ -323,7 +323,7 @@ async def adopt(
     destroyed. `gone` as for `boot`. Raises SandboxGone."""
     stack = AsyncExitStack()
     stack.callback(gone)
-    place = Jail(slot, jail.sandboxes(plan.state) / slot.name)
+    place = Jail(slot, jail.sandboxes(plan.state) / slot.name, run_at=known.run_at)
     try:
         slots.take(slot)
         stack.callback(slots.release, slot)
@@ -364,7 +364,7 @@ async def _acquire(
         leaf = plan.cgroups.make(slot.name, plan.caps)
         stack.push_async_callback(leaf.remove)
     with step("folder"):
-        place = jail.make(plan.state, slot, leaf.procs)
+        place = jail.make(plan.state, slot, leaf.procs, vmm.run_at(slot))
         stack.push_async_callback(_destroy, place, leaf, slots)
     with step("disk"):
         disk = await scratch.make(place.folder / "scratch.img", plan.scratch_mib, slot.vmm_uid)
@@ -475,7 +475,7 @@ async def _spawn_attendant(place: Jail, pipes: _Pipes, daemon: socket.socket) ->
         argv = [sys.executable, "-P", "-m", "cantelop_kernels.attendant"]
         argv += [f"--{name}={number}" for name, number in fds.items()]
         rights = place.late_confinement(seccomp.attendant())
-        process = await place.start_late(
+        process = await place.start_with_rights(
             [*argv, f"--confinement={json.dumps(rights)}"],
             env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
             log=pipes.log[1],

@@ -346,6 +346,7 @@ class Session:
             attendant=known.pop("attendant"),
             machine=known.pop("machine"),
             helpers=known,
+            run_at=sandbox.place.run_at,
         )
 
     def _at_step(self, name: str) -> None:

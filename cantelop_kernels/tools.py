@@ -42,49 +42,60 @@ async def ensure_vhost_device_vsock(
     """
     if found := find_vhost_device_vsock(state):
         return found
-    tools = state / "tools"
     try:
-        tools.mkdir(mode=0o755, parents=True, exist_ok=True)
-        async with locked(tools / ".lock", lambda: None):
+        async with workshop(state) as (tools, work):
             found = find_vhost_device_vsock(state)
-            return found or await _fetch(tools, on_line)
+            return found or await _fetch(tools, work, on_line)
     except (CantelopError, OSError) as error:
         why = error.message if isinstance(error, CantelopError) else str(error)
         hint = f"install Debian's package {VHOST_DEVICE_VSOCK}, or try again as root"
         raise ImageError(f"cannot fetch {VHOST_DEVICE_VSOCK}: {why}", hint=hint) from error
 
 
-async def _fetch(tools: Path, on_line: Callable[[str], None] | None) -> Path:
-    async with _scratch(tools) as work:
-        apt = PrivateApt(work / "apt", (await host_mirror()).sources("sid"), on_line)
-        await apt.update()
-        await unpack(await apt.fetch(VHOST_DEVICE_VSOCK, work), work / "tree")
-        program = work / "tree" / "usr" / "bin" / VHOST_DEVICE_VSOCK
-        folder = tools / _digest(program)
-        ready = work / "ready"
-        ready.mkdir(mode=0o755)
-        shutil.copyfile(program, ready / VHOST_DEVICE_VSOCK)
-        (ready / VHOST_DEVICE_VSOCK).chmod(0o755)
-        if folder.exists():  # broken, or it would have been found
-            shutil.rmtree(folder)
-        ready.rename(folder)
-    fresh = tools / f".{VHOST_DEVICE_VSOCK}.new"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(Path(folder.name) / VHOST_DEVICE_VSOCK)
-    fresh.rename(tools / VHOST_DEVICE_VSOCK)
+async def _fetch(tools: Path, work: Path, on_line: Callable[[str], None] | None) -> Path:
+    apt = PrivateApt(work / "apt", (await host_mirror()).sources("sid"), on_line)
+    await apt.update()
+    await unpack(await apt.fetch(VHOST_DEVICE_VSOCK, work), work / "tree")
+    program = work / "tree" / "usr" / "bin" / VHOST_DEVICE_VSOCK
+    folder = tools / _digest(program)
+    ready = work / "ready"
+    ready.mkdir(mode=0o755)
+    shutil.copyfile(program, ready / VHOST_DEVICE_VSOCK)
+    (ready / VHOST_DEVICE_VSOCK).chmod(0o755)
+    if folder.exists():  # broken, or it would have been found
+        shutil.rmtree(folder)
+    ready.rename(folder)
+    point(tools / VHOST_DEVICE_VSOCK, Path(folder.name) / VHOST_DEVICE_VSOCK)
     return folder / VHOST_DEVICE_VSOCK
 
 
 @asynccontextmanager
-async def _scratch(tools: Path) -> AsyncIterator[Path]:
-    """A temporary folder; what a fetch that was killed left goes too (the lock is held)."""
-    for old in tools.glob("tmp-*"):
-        shutil.rmtree(old)
-    work = Path(tempfile.mkdtemp(prefix="tmp-", dir=tools))
-    try:
-        yield work
-    finally:
-        await asyncio.to_thread(shutil.rmtree, work)
+async def workshop(
+    state: Path, on_wait: Callable[[], None] = lambda: None
+) -> AsyncIterator[tuple[Path, Path]]:
+    """The folder of tools, for one process at a time, and a temporary one in it.
+
+    That one goes at the end, and what a process that was killed left goes too. `on_wait` as for
+    `locked`. Raises OSError.
+    """
+    tools = state / "tools"
+    tools.mkdir(mode=0o755, parents=True, exist_ok=True)
+    async with locked(tools / ".lock", on_wait):
+        for old in tools.glob("tmp-*"):
+            shutil.rmtree(old)
+        work = Path(tempfile.mkdtemp(prefix="tmp-", dir=tools))
+        try:
+            yield tools, work
+        finally:
+            await asyncio.to_thread(shutil.rmtree, work)
+
+
+def point(link: Path, target: Path) -> None:
+    """Make a symbolic link, or turn it to something else, in one step."""
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.rename(link)
 
 
 def _digest(path: Path) -> str:

@@ -9,6 +9,18 @@ import os
 import stat
 from pathlib import Path
 
+from cantelop_kernels.errors import ConfigError
+
+
+def require(path: Path) -> None:
+    """Raises ConfigError where others than root and this user could change what will be run."""
+    found = changeable_by_others(path)
+    if found is not None:
+        raise ConfigError(
+            f"{found} can be changed by others than root, and {path.name} would run from there",
+            hint=f"chown root {found}; chmod go-w {found}",
+        )
+
 
 def changeable_by_others(path: Path) -> Path | None:
     """The file itself, or the folder above it, that others than root and this user can change.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cantelop_kernels import config, host, tools
+from cantelop_kernels import config, host
 from cantelop_kernels.config import App, Config
 from cantelop_kernels.errors import ConfigError
 from cantelop_kernels.preflight import cpu, files, jupyter, linux, memory, programs, service, users
@@ -29,8 +29,7 @@ async def checks(state: Path, socket: Path, *, allow_emulation: bool) -> list[Ch
         first,
         cpu.virtualization(hardware, host.kvm_device(), allowed=allowed),
         cpu.nested_paging(hardware),
-        await programs.qemu(),
-        await programs.vsock(tools.find_vhost_device_vsock(state)),
+        *await programs.vmms(settings, state),
         linux.namespaces(),
         linux.cgroups(required=True),
         await linux.nftables(),

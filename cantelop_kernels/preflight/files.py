@@ -18,6 +18,7 @@ from cantelop_kernels.errors import ImageError
 from cantelop_kernels.image import ImageStore
 from cantelop_kernels.preflight.model import Check
 from cantelop_kernels.trust import changeable_by_others
+from cantelop_kernels.vmm.firecracker_release import binaries
 
 FREE_FAIL = 1 << 30
 FREE_WARN = 4 << 30
@@ -75,6 +76,7 @@ def trusted_files(state: Path, settings: Config) -> list[Path]:
     files += [Path(found) for name in PROGRAMS if (found := shutil.which(name))]
     helper = tools.find_vhost_device_vsock(state)
     files += [helper] if helper else []
+    files += binaries(state) or ()
     for name in images_of(settings):
         try:
             found_image = ImageStore(state).resolve(name)

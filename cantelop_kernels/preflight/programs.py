@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cantelop_kernels import tools
+from cantelop_kernels import host, tools
+from cantelop_kernels.config import Config
 from cantelop_kernels.errors import CantelopError
 from cantelop_kernels.preflight.model import Check
 from cantelop_kernels.process import run
+from cantelop_kernels.vmm.choice import firecracker_found
 from cantelop_kernels.vmm.qemu import find_binary
 
 _DEADLINE = 20.0
+
+
+async def vmms(settings: Config, state: Path) -> list[Check]:
+    """The VMM for production, with what is known against it, and QEMU where that is used."""
+    found = await firecracker_found(settings, state, hardware=host.hardware_kvm())
+    first = Check("firecracker", found.status, found.text, found.fix)
+    if found.used:
+        return [first]
+    return [first, await qemu(), await vsock(tools.find_vhost_device_vsock(state))]
 
 
 async def qemu() -> Check:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.process import UNKNOWN, Process
+from cantelop_kernels.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Machine:
     process: Process
     helpers: Mapping[str, Process] = field(default_factory=dict)
     """By the name that people are told, such as "the vsock helper"."""
+    statuses: Mapping[int, str] = field(default_factory=dict)
+    """What the machine's exit statuses mean, where its VMM has some of its own."""
 
     async def ended(self) -> str:
         """Return when the machine or a helper has ended, and say so in words."""
@@ -53,19 +56,22 @@ class Machine:
         }
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(_how(name, task.result()) for task, name in tasks.items() if task.done())
+            task, name = next((task, name) for task, name in tasks.items() if task.done())
+            of_its_own = self.statuses if task is next(iter(tasks)) else {}
+            return _how(name, task.result(), of_its_own)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
 
-def _how(name: str, returncode: int) -> str:
-    if returncode == 0:  # with -no-reboot a reset ends a machine as a power-off does
+def _how(name: str, returncode: int, statuses: Mapping[int, str]) -> str:
+    if returncode == 0:  # a reset ends a machine as a power-off does
         return f"{name} ended: the guest powered off, rebooted or panicked"
     if returncode == UNKNOWN:
         return f"{name} ended"
     how = f"signal {-returncode}" if returncode < 0 else f"status {returncode}"
+    how += f": {statuses[returncode]}" if returncode in statuses else ""
     return f"{name} ended ({how})"
 
 
@@ -78,6 +84,10 @@ class Vmm(Protocol):
     @property
     def emulated(self) -> bool:
         """Runs without hardware virtualization, and so is no security boundary."""
+        ...
+
+    def run_at(self, slot: Slot) -> str:
+        """Where in the jail's folder `Jail.run` has to lie, so that the VMM reaches it."""
         ...
 
     def run(

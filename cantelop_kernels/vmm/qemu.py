@@ -17,9 +17,10 @@ from pathlib import Path
 
 from cantelop_kernels import runtime, seccomp, vsock, watch, wire
 from cantelop_kernels.errors import ConfigError, DeadlineExceeded, LaunchError
-from cantelop_kernels.jail import Jail, Rights
+from cantelop_kernels.jail import RUN, Jail, Rights
 from cantelop_kernels.process import Process
 from cantelop_kernels.runtime import Runtime
+from cantelop_kernels.slot import Slot
 from cantelop_kernels.vmm import Drive, Machine, VmSpec
 
 BINARY = "qemu-system-x86_64"
@@ -115,6 +116,10 @@ class Qemu:
     runtimes: Runtimes | None = None
     """None where a test runs the command lines without a jail."""
     name: str = "qemu"
+
+    def run_at(self, slot: Slot) -> str:
+        """See `Vmm.run_at`."""
+        return RUN
 
     def command(self, spec: VmSpec) -> list[str]:
         """The command line, run with the jail's `run` as working folder; paths are as QEMU sees

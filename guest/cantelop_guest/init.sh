@@ -8,8 +8,8 @@
 
 fatal() {
     echo "cantelop: FATAL: $*" >/dev/console
-    /bin/busybox poweroff -f
-    echo o >/proc/sysrq-trigger
+    /bin/busybox reboot -f # no VMM lets it come up again, and not all can power off
+    echo b >/proc/sysrq-trigger
     /bin/busybox sleep 5
 }
 

@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from cantelop_kernels import vsock
-from cantelop_kernels.jail import Jail
+from cantelop_kernels.jail import RUN, Jail
 from cantelop_kernels.process import Process
+from cantelop_kernels.slot import Slot
 from cantelop_kernels.vmm import Machine, VmSpec
 
 ENTRY = Path(__file__).with_name("fake_vmm_process.py")
@@ -27,6 +28,9 @@ class FakeVmm:
 
     def __init__(self) -> None:
         self.machines: list[Process] = []
+
+    def run_at(self, slot: Slot) -> str:
+        return RUN
 
     @asynccontextmanager
     async def run(

@@ -16,7 +16,7 @@ GUEST = ROOT / "guest" / "cantelop_guest"
 
 LAYERS = [
     ["errors", "config", "wire", "slot", "schema", "relay", "pipes", "tail", "confine"],
-    ["process", "host", "peers", "systemd", "trees", "trust", "watch"],
+    ["process", "host", "peers", "systemd", "trees", "trust", "watch", "download"],
     [
         *("jail", "uids", "cgroup", "netns", "firewall", "dns", "vsock", "endpoints"),
         *("image", "image_*", "record", "scratch", "workspace", "ninep", "tools"),

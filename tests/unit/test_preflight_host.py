@@ -195,6 +195,6 @@ def test_only_a_failure_keeps_the_daemon_from_starting() -> None:
 def test_the_boundary_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config.load(tmp_path / "none.toml", uid_base=950_000)
     names = {one.name for one in preflight.boundary(settings, tmp_path)}
-    assert names >= {"uids", "ownership", "namespaces"}
+    assert names == {"uids", "ownership", "namespaces", "cgroups"}
     monkeypatch.setattr(users, "host_users", lambda: [("eve", 954_095)])
     assert "eve" in {one.name: one.found for one in preflight.boundary(settings, tmp_path)}["uids"]
