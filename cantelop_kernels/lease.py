@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from cantelop_kernels.config import App, Config
 from cantelop_kernels.errors import DeadlineExceeded, NotFound, SandboxGone
+from cantelop_kernels.exits import cell_id
 from cantelop_kernels.sandbox import Sandbox
-from cantelop_kernels.session import Session, cell_id
+from cantelop_kernels.session import Session
 from cantelop_kernels.usage import disk_used
 
 LOOK_SECONDS = 15.0

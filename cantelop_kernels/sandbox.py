@@ -181,7 +181,10 @@ class Sandbox:
             await _cancel(*tasks)
 
     def _perhaps_for_memory(self) -> str:
-        """Whether the host's Linux may have killed the machine: it does not say whom it chose."""
+        """Whether the host's Linux has killed the machine, at its limit or for want of memory; in
+        the second case it does not say whom it chose."""
+        if self.leaf.taken().oom_kills:
+            return "; it took more memory of the host than a sandbox of its size may"
         killed = {-signal.SIGKILL, UNKNOWN} & {one.returncode for one in self.processes.values()}
         if not killed or host.oom_kills() <= self._oom_kills:
             return ""

@@ -233,6 +233,8 @@ class Usage(Schema):
     to_kernel: int
     network_in: int
     network_out: int
+    throttled_seconds: float = 0.0
+    """In which its CPU quota held it back; of each thread, so it can grow faster than time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ beside the sandbox lets another daemon go on with it, should this one die.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from typing import Any
 from cantelop_kernels import record
 from cantelop_kernels.admission import Admission, Need
 from cantelop_kernels.errors import CantelopError, DeadlineExceeded, LaunchError, SandboxGone
+from cantelop_kernels.exits import describe
 from cantelop_kernels.pool import Launcher, Observer, Pool
 from cantelop_kernels.process import Identity
 from cantelop_kernels.record import Running, SessionRecord
@@ -28,7 +27,6 @@ from cantelop_kernels.sandbox import Plan, Sandbox, explained
 from cantelop_kernels.schema import Endpoints, Exit, Logs, SessionRequest, SessionView
 
 _MIB = 1 << 20
-_MESSAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 _WARM_TRIES = 2
 """Warm sandboxes that one request may use up: what neither takes may be the request's fault."""
@@ -85,7 +83,7 @@ class Session:
         self.leftover: CantelopError | None = None
         """Set where the sandbox could not be taken away whole."""
         self.cell = ""
-        """Message id of the cell that ran when it was last looked at; see `cell_id`."""
+        """Message id of the cell that ran when it was last looked at; see `exits.cell_id`."""
         self.notices = [EMULATED] if means.emulated else []
         self.created = time.time()
         self._ended_at: float | None = None
@@ -364,63 +362,3 @@ def _with_kernel_log(error: CantelopError, step: str, logs: Logs) -> LaunchError
     made = explained(error, step, logs)
     made.details["kernel"] = logs.kernel
     return made
-
-
-def describe(exited: dict[str, Any], memory: int) -> Exit:
-    """The guest's report as an `Exit`, with its reason in words for people.
-
-    A guest may report what it likes: `memory`, in bytes, is what it was given, and nothing in it
-    can have used more; a status has a byte, and there are 64 signals.
-    """
-    exited = plausible(exited, memory)
-    limit, peak = exited["memory_limit"], exited["memory_peak"]
-    if exited["oom"]:
-        reason = (
-            f"out of memory: the kernel was killed at its limit of {limit / _MIB:.0f} MiB "
-            f"(peak {peak / _MIB:.0f} MiB); use less, or ask for more with memory_mib"
-        )
-    elif exited["signal"] is not None:
-        reason = f"the kernel was killed by {_signal_name(exited['signal'])}"
-    elif exited["exit_code"] == 0:
-        reason = "the kernel exited"
-    else:
-        reason = f"the kernel exited with status {exited['exit_code']}"
-    return Exit(
-        reason=reason,
-        exit_code=exited["exit_code"],
-        signal=exited["signal"],
-        oom=exited["oom"],
-        memory_limit=limit,
-        memory_peak=peak,
-        cell=cell_id(exited["cell"]),
-    )
-
-
-def cell_id(said: str) -> str:
-    """What a guest calls the cell that runs, where that can be a message's id; else nothing."""
-    return said if _MESSAGE_ID.fullmatch(said) else ""
-
-
-def plausible(exited: dict[str, Any], memory: int) -> dict[str, Any]:
-    """The same report with every number within what can be; a kernel that ended neither way is
-    taken to have failed."""
-    code, signum = exited["exit_code"], exited["signal"]
-    signum = signum if signum is not None and 1 <= signum < signal.NSIG else None
-    limit = _between(0, exited["memory_limit"], memory)
-    return exited | {
-        "signal": signum,
-        "exit_code": None if signum else _between(0, 1 if code is None else code, 255),
-        "memory_limit": limit,
-        "memory_peak": _between(0, exited["memory_peak"], memory),
-    }
-
-
-def _between(least: int, value: int, most: int) -> int:
-    return max(least, min(value, most))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"

@@ -22,9 +22,10 @@ _STATUS_DEADLINE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`cpu` in seconds so far, `memory` and `disk` in bytes."""
+    """`cpu` and `throttled` in seconds so far, `memory` and `disk` in bytes."""
 
     cpu: float
+    throttled: float
     memory: int
     disk: int
 
@@ -41,7 +42,7 @@ class Meter:
         if sandbox is None or not session.is_running:
             raise NotFound(f"session {session.id} does not run", hint="see which do: cantelop ps")
         host = await asyncio.to_thread(read_host, sandbox)
-        status = _plausible(await guest_status(sandbox), session.plan.memory_mib << 20)
+        status = plausible_status(await guest_status(sandbox), session.plan.memory_mib << 20)
         to_client, to_kernel = await _traffic(sandbox)
         return Usage(
             id=session.id,
@@ -49,6 +50,7 @@ class Meter:
             idle_seconds=status.get("idle_seconds"),
             cpu_seconds=round(host.cpu, 3),
             cpu_percent=round(self._rate(session.id, host.cpu), 1),
+            throttled_seconds=round(host.throttled, 3),
             memory=host.memory,
             guest_memory_used=status.get("memory_used"),
             kernel_memory=status.get("memory_current"),
@@ -75,7 +77,7 @@ class Meter:
 def read_host(sandbox: Sandbox) -> Host:
     """Blocking: a few small files."""
     taken = sandbox.leaf.taken()
-    return Host(taken.cpu, taken.memory, disk_used(sandbox))
+    return Host(taken.cpu, taken.throttled, taken.memory, disk_used(sandbox))
 
 
 def disk_used(sandbox: Sandbox) -> int:
@@ -86,7 +88,7 @@ def disk_used(sandbox: Sandbox) -> int:
         return 0
 
 
-def _plausible(status: dict[str, Any], memory: int) -> dict[str, Any]:
+def plausible_status(status: dict[str, Any], memory: int) -> dict[str, Any]:
     """A guest may say what it likes; it has so much `memory`, in bytes, and not more."""
     names = ("memory_used", "memory_current", "memory_limit")
     return status | {name: max(0, min(status[name], memory)) for name in names if name in status}

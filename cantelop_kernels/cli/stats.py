@@ -21,8 +21,8 @@ from cantelop_kernels.peers import user_name
 from cantelop_kernels.schema import SessionView, Usage
 
 HEADERS = [
-    *("ID", "APP", "USER", "AGE", "KERNEL", "CPU", "CPU TIME", "MEMORY", "GUEST", "DISK"),
-    *("OUT", "IN", "NETWORK"),
+    *("ID", "APP", "USER", "AGE", "KERNEL", "CPU", "CPU TIME", "THROTTLED", "MEMORY", "GUEST"),
+    *("DISK", "OUT", "IN", "NETWORK"),
 ]
 
 
@@ -31,8 +31,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "stats",
         help="show what the running sessions use",
-        description="Show what your running sessions use (root: everybody's): CPU of one core and "
-        "memory on the host, memory used inside the guest, disk, bytes out to and in from the "
+        description="Show what your running sessions use (root: everybody's): CPU of one core, "
+        "how long the CPU quota held it back, memory on the host, memory used inside the guest, "
+        "disk, bytes out to and in from the "
         "client, and the guest's network.",
     )
     parser.add_argument("ids", metavar="ID", nargs="*", help="only these")
@@ -91,6 +92,7 @@ def _row(view: SessionView, usage: Usage, now: float) -> list[str]:
         _activity(usage),
         f"{usage.cpu_percent:.0f}%",
         f"{usage.cpu_seconds:.1f}s",
+        f"{usage.throttled_seconds:.1f}s",
         size(usage.memory),
         "-" if usage.guest_memory_used is None else size(usage.guest_memory_used),
         f"{size(usage.disk)}/{size(usage.disk_limit)}",

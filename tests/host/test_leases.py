@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cantelop_kernels.cli import stats
 from cantelop_kernels.errors import NotFound
 from cantelop_kernels.jail import Jail
 from cantelop_kernels.vmm import Machine, VmSpec
@@ -137,7 +139,7 @@ async def test_a_sandbox_that_was_stopped_is_ended(running: Running, who: str) -
 
 
 class OneEvil(FakeVmm):
-    """The first guest answers every question with something else."""
+    """The first guest answers every question with something else, and ends when hung up on."""
 
     evil = True
 
@@ -145,9 +147,7 @@ class OneEvil(FakeVmm):
     async def run(
         self, spec: VmSpec, jail: Jail, *, console: int, log: int
     ) -> AsyncIterator[Machine]:
-        says = (
-            "say(HELLO)\nwhile True:\n d = s.recv(9999) or time.sleep(60); m = json.loads(d[4:])\n"
-        )
+        says = "say(HELLO)\nwhile True:\n d = s.recv(9999) or sys.exit(0); m = json.loads(d[4:])\n"
         says += " say(dict(type='done', id=m['id']))\n"
         says += " if m['type'] == 'bind': say(dict(type='ready', pid=1))"
         run = BadVmm(DIAL + says).run if self.evil else super().run
@@ -175,7 +175,8 @@ async def test_usage_is_told_to_the_owner_alone(running: Running) -> None:
             await asyncio.sleep(0.3)
             assert (await stack.client.usage(view.id)).busy is True
             await work
-            usage = await stack.client.usage(view.id)
+            while (usage := await stack.client.usage(view.id)).busy:
+                await asyncio.sleep(0.05)  # the agent hears of it a moment after the client
         assert usage.busy is False and usage.idle_seconds is not None
         assert usage.memory > 1 << 20 and usage.cpu_seconds > 0
         assert usage.to_client > 1000 and usage.to_kernel > 100
@@ -187,6 +188,34 @@ async def test_usage_is_told_to_the_owner_alone(running: Running) -> None:
         await stack.client.end(view.id)
         with pytest.raises(NotFound, match="does not run"):
             await stack.client.usage(view.id)
+
+
+async def test_a_session_that_its_cpu_quota_holds_back_can_see_so(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = await stack.create()
+    session = next(one for one in stack.sessions if one.id == view.id)
+    assert session.sandbox is not None
+    taken = replace(session.sandbox.leaf.taken(), throttled=12.345)
+    monkeypatch.setattr(type(session.sandbox.leaf), "taken", lambda self: taken)
+    usage = await stack.client.usage(view.id)
+    assert usage.throttled_seconds == 12.345
+    shown = stats.render({view.id: view}, [usage]).splitlines()
+    at = shown[0].index("THROTTLED")
+    assert shown[1][at:].startswith("12.3s")
+
+
+async def test_a_machine_that_was_killed_at_its_memory_limit(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = await stack.create()
+    session = next(one for one in stack.sessions if one.id == view.id)
+    assert session.sandbox is not None
+    taken = replace(session.sandbox.leaf.taken(), oom_kills=1)
+    monkeypatch.setattr(type(session.sandbox.leaf), "taken", lambda self: taken)
+    stack.vmm.machines[0].signal(signal.SIGKILL)
+    ended = await stack.client.wait(view.id, 5)
+    assert ended.exit is not None and "took more memory of the host" in ended.exit.reason
 
 
 METRICS = """

@@ -24,7 +24,18 @@ LAYERS = [
     ],
     ["vmm", "vmm.*"],
     ["sandbox", "attendant", "caller", "channels", "logbook", "link"],
-    ["session", "sessions", "plans", "pool", "reaper", "admission", "lease", "usage", "metrics"],
+    [
+        "session",
+        "sessions",
+        "exits",
+        "plans",
+        "pool",
+        "reaper",
+        "admission",
+        "lease",
+        "usage",
+        "metrics",
+    ],
     ["api", "daemon", "preflight", "preflight.*", "__main__", "cli", "cli.*", "bench", "bench.*"],
 ]
 """By layer. A module may import what is lower, and within its own layer without going in a circle.

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cantelop_kernels import wire
-from cantelop_kernels.session import cell_id, describe
+from cantelop_kernels.exits import cell_id, describe
+from cantelop_kernels.usage import plausible_status
 
 MEMORY = 512 << 20
 ODD = st.integers(-(1 << 70), 1 << 70)
@@ -57,3 +58,10 @@ def test_a_forged_report_says_nothing_impossible(forged: dict[str, Any]) -> None
 @pytest.mark.parametrize("said", ["", "a b", "a\n", "a/b", "é", "x" * 129])
 def test_what_is_no_id_of_a_message(said: str) -> None:
     assert cell_id(said) == ""
+
+
+@given(st.dictionaries(st.sampled_from(["memory_used", "memory_limit", "memory_current"]), ODD))
+def test_no_guest_uses_more_than_it_has(forged: dict[str, Any]) -> None:
+    found = plausible_status({"busy": True, **forged}, MEMORY)
+    assert found.keys() == {"busy", *forged}
+    assert all(0 <= found[name] <= MEMORY for name in forged)
