@@ -110,7 +110,7 @@ class Firecracker:
     def command(self, spec: VmSpec, jail: Jail) -> list[str]:
         """The jailer's command line; it becomes Firecracker, in the same process."""
         slot = jail.slot
-        largest = max(0, *(d.path.stat().st_size for d in spec.drives if not d.read_only))
+        largest = max([0, *(d.path.stat().st_size for d in spec.drives if not d.read_only)])
         return [
             str(self.release.jailer),
             *("--id", slot.name, "--exec-file", str(self.release.firecracker)),

@@ -139,6 +139,11 @@ def test_the_jailer_is_told_all_of_it(tmp_path: Path) -> None:
     ]
 
 
+def test_a_machine_without_a_writable_disk_may_write_no_file(tmp_path: Path) -> None:
+    machine = VmSpec(1, 256, Path("/i/vmlinux"), Path("/i/initramfs"), ())
+    assert "fsize=0" in firecracker().command(machine, place(tmp_path))
+
+
 def test_the_name_of_the_program_is_part_of_its_root() -> None:
     """The jailer's rule: `<chroot-base-dir>/<program's name>/<id>/root`."""
     release = Release(Path("/b/firecracker-v1.16.2-x86_64"), Path("/b/jailer"), Version(1, 16, 2))
