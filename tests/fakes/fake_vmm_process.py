@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "guest"))  # an agent with a folder of its own
 
 from tests.fakes.fake_guest import run
 

@@ -40,7 +40,7 @@ async def build() -> None:
 
 def attached(command: str) -> int:
     """Run a command in the lab on this terminal; its exit code. The console goes to a file."""
-    with machine.prepared(state(), OUT, command) as setup:
+    with machine.prepared(state(), OUT, command, _waiting) as setup:
         on = machine.started(setup, terminal=machine.STDIO, reports=False, inherit=True)
         with on as process:
             process.wait()
@@ -49,6 +49,10 @@ def attached(command: str) -> int:
         return int(status.read_text())
     print(f"the lab ended early; its console: {OUT / 'console.log'}", file=sys.stderr)
     return 1
+
+
+def _waiting() -> None:
+    print("waiting for another run of the lab", file=sys.stderr)
 
 
 def run(name: str, arguments: list[str]) -> int:

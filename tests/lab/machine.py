@@ -7,9 +7,10 @@ twenty times slower. There is no network device at all. (QEMU docs/system/i386/m
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +42,36 @@ class Setup:
 
 
 @contextmanager
-def prepared(state: Path, out: Path, command: str) -> Iterator[Setup]:
+def prepared(state: Path, out: Path, command: str, on_wait: Callable[[], None]) -> Iterator[Setup]:
     """Everything for one run of the shell script `command`; gone when the context is left.
 
-    `out` is emptied. Seconds; raises ImageError where an image is missing.
+    `out` is emptied. Seconds; raises ImageError where an image is missing. One lab runs at a time
+    with one state folder; `on_wait` is called where another does, or where its image is built.
     """
     lab = image.find(state)
+    with _alone(state, on_wait):
+        yield from _prepare(state, lab, out, command)
+
+
+@contextmanager
+def _alone(state: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    with (state / "cache" / f"{image.NAME}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _prepare(state: Path, lab: image.LabImage, out: Path, command: str) -> Iterator[Setup]:
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
     (out / COMMAND).write_text(command)
-    with Cache(state / "cache", image.NAME).scratch() as work:
+    cache = Cache(state / "cache", image.NAME)
+    cache.sweep()  # what a run that was killed left
+    with cache.scratch() as work:
         initramfs, packed, scratch = (
             work / name for name in ("initrd", "project.img", "scratch.img")
         )

@@ -84,8 +84,9 @@ class Lab:
         """Power on. Whatever goes wrong is told by `failure`."""
         self._say("preparing")
         try:
-            given = machine.prepared(state(), self.out, self._script())
-            setup = self._held.enter_context(given)
+            setup = self._held.enter_context(
+                machine.prepared(state(), self.out, self._script(), self._waiting)
+            )
             listener = self._held.enter_context(socket.socket(socket.AF_UNIX))
             vsock.bind(listener, setup.work, machine.REPORTS)
             listener.listen(1)
@@ -120,6 +121,9 @@ class Lab:
     def kill(self) -> None:
         """End the machine, wherever it is. Idempotent."""
         self._held.close()
+
+    def _waiting(self) -> None:
+        self._say("waiting for another run of it")
 
     def _script(self) -> str:
         tests = pytest_script("-p", "tests.lab.reporter", "-v", *self._nodeids)

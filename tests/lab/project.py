@@ -24,8 +24,9 @@ from cantelop_kernels.process import run
 from tests.lab.image import FOLDER, NAME, LabImage
 
 REPOSITORY = Path(__file__).parents[2]
-CHECKOUT = ("pyproject.toml", "README.md", "notebooks", "share", "tests")
-"""What the tests read of the source tree; the packages they import are the installed ones."""
+CHECKOUT = ("pyproject.toml", "README.md", "guest", "notebooks", "share", "tests")
+"""What the tests read of the source tree; the packages they import are the installed ones, except
+that the fake VMM has the agent in a folder of its own."""
 
 GUEST_IMAGE = "python3"
 SCRATCH_MIB = 16384

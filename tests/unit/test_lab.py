@@ -39,7 +39,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faker:
 
     def make(events: list[dict[str, object]], *more: str) -> Lab:
         @contextmanager
-        def prepared(_state: Path, out: Path, _command: str) -> Iterator[machine.Setup]:
+        def prepared(_state: Path, out: Path, *_: object) -> Iterator[machine.Setup]:
             out.mkdir()
             yield machine.Setup(tmp_path, out, tmp_path, tmp_path, ())
 
