@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,19 @@ def in_guest() -> Iterator[Guest]:
         yield guest
     finally:
         guest.close()
-        shutil.rmtree(folder)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """What the guest has started ends with it, but a moment later, and may write until then."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def run(client: BlockingKernelClient, code: str, timeout: float = 30) -> tuple[str, dict[str, Any]]:
