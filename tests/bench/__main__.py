@@ -26,25 +26,31 @@ async def command(args: argparse.Namespace) -> int:
     bench.check(settings, config.state_path())
     report.prepare(args.output)
     with Steps() as steps:
-        results = await _measure(settings, bench.sizes(args), steps)
+        results = await _measure(settings, bench.sizes(args), steps, native=args.native)
     bench.show(results, args.output, as_json=False)
     return 0
 
 
-async def _measure(settings: config.Config, sizes: suite.Sizes, steps: Steps) -> Results:
+async def _measure(
+    settings: config.Config, sizes: suite.Sizes, steps: Steps, *, native: bool
+) -> Results:
     async with AsyncExitStack() as held:
-        steps.begin("two daemons")
-        targets = [
-            await held.enter_async_context(stack.local()),
-            await held.enter_async_context(stack.microvm(settings, sizes.sandboxes)),
-            await held.enter_async_context(stack.fake_vmm(settings, sizes.sandboxes)),
-        ]
+        steps.begin("a daemon of its own for each kind")
+        targets = [await held.enter_async_context(stack.local())]
+        if not native:
+            made = stack.microvm(settings, sizes.sandboxes)
+            targets.append(await held.enter_async_context(made))
+        fake = stack.fake_vmm(settings, sizes.sandboxes)
+        targets.append(await held.enter_async_context(fake))
         return await suite.measure(targets, sizes, await machine.facts(), steps.begin)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     bench.add_arguments(parser)
+    parser.add_argument(
+        "--native", action="store_true", help="no microVM: the host stack alone, in minutes"
+    )
     args = parser.parse_args()
     try:
         return asyncio.run(Supervisor().run(command(args)))
