@@ -33,9 +33,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 REPO = Path(__file__).parents[3]
 STATE = Path("/var/lib/cantelop")
 UID_BASE = 600_000
-UIDS = range(UID_BASE, UID_BASE + 4096)
+OTHER = 610_000
+"""Of a second daemon, which some tests start and kill."""
 READY = 240.0
 CONFIG = """
+uid_base = {uid_base}
 vmm = "firecracker"
 allow_vulnerable_firecracker = true
 boot_deadline = 240.0
@@ -78,39 +80,44 @@ class Daemon:
         return await self.client.create(schema.SessionRequest(key=KEY, **fields))
 
 
-def serve(folder: Path, more: str = "") -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+def serve(
+    folder: Path, uid_base: int, more: str = ""
+) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
     folder.mkdir(exist_ok=True)
     config = folder / "cantelop.toml"
-    config.write_text(CONFIG + more)
-    os.environ["CANTELOP_CONFIG"] = str(config)
-    os.environ["CANTELOP_SOCKET"] = "/run/cantelop/lab.sock"
+    config.write_text(CONFIG.format(uid_base=uid_base) + more)
+    ours = {"CANTELOP_CONFIG": str(config), "CANTELOP_SOCKET": f"/run/cantelop/{uid_base}.sock"}
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "cantelop_kernels", "serve", "--ready-fd", str(writing)],
+        env=os.environ | ours,
         pass_fds=[writing],
     )
     os.close(writing)
     assert os.read(reading, 4096) == b"ready\n"
     os.close(reading)
-    return process, dict(os.environ)
+    return process, ours
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], uid_base: int) -> None:
     process.terminate()
     assert process.wait(120) == 0
-    assert [one for one in psutil.process_iter() if one.uids().real in UIDS] == []
-    assert os.listdir(jail.sandboxes(STATE)) == []
-    assert cgroup.hierarchy("cantelop").names("cantelop-") == set()
-    cgroup.hierarchy("cantelop").release()
+    uids = range(uid_base, uid_base + 4096)
+    assert [one for one in psutil.process_iter() if one.uids().real in uids] == []
+    assert list(jail.sandboxes(STATE).glob(f"cantelop-{uid_base}-*")) == []
+    assert cgroup.hierarchy("cantelop").names(f"cantelop-{uid_base}-") == set()
 
 
 @pytest.fixture(scope="module")
 def daemon(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    process, env = serve(tmp_path_factory.mktemp("daemon") / "c")
-    try:
-        yield Daemon(client.Client(Path(env["CANTELOP_SOCKET"])), process.pid)
-    finally:
-        stop(process)
+    process, ours = serve(tmp_path_factory.mktemp("daemon"), UID_BASE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ours.items():
+            patch.setenv(name, value)
+        try:
+            yield Daemon(client.Client(Path(ours["CANTELOP_SOCKET"])), process.pid)
+        finally:
+            stop(process, UID_BASE)
 
 
 @pytest.fixture
@@ -155,7 +162,7 @@ async def test_every_process_is_confined(daemon: Daemon, session: schema.Session
             for kind in ("mnt", "net", "pid", "ipc", "uts", "cgroup"):
                 ours = Path(f"/proc/self/ns/{kind}").readlink()
                 assert Path(f"/proc/{process.pid}/ns/{kind}").readlink() != ours, (name, kind)
-        assert len(uids) == 2 and all(int(uid) in UIDS for uid in uids)
+        assert len(uids) == 2 and all(int(uid) in range(UID_BASE, UID_BASE + 4096) for uid in uids)
         tops = os.listdir(f"/proc/{found['firecracker'].pid}/root")
         assert set(tops) <= {
             "dev",
@@ -247,7 +254,7 @@ def test_interrupt_restart_and_out_of_memory(daemon: Daemon) -> None:
         manager.restart_kernel(now=True)
         kernel.wait_for_ready(timeout=READY)
         assert kernel.execute_interactive("1 + 1", timeout=60)["content"]["execution_count"] == 1
-        kernel.execute("x = bytearray(1 << 30)")
+        kernel.execute("x = []\nwhile True: x.append('a' * (8 << 20))")
         deadline = time.monotonic() + 60
         while manager.is_alive() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -263,11 +270,8 @@ def test_interrupt_restart_and_out_of_memory(daemon: Daemon) -> None:
         manager.shutdown_kernel(now=True)
 
 
-def test_the_pool_fills_and_is_filled_again(
-    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CANTELOP_SOCKET", "x")
-    process, env = serve(tmp_path / "c", "warm = 1\n")
+def test_the_pool_fills_and_is_filled_again(installed: None, tmp_path: Path) -> None:
+    process, env = serve(tmp_path, OTHER, "warm = 1\n")
     try:
         daemon = client.Client(Path(env["CANTELOP_SOCKET"]))
 
@@ -283,7 +287,7 @@ def test_the_pool_fills_and_is_filled_again(
 
         asyncio.run(use())
     finally:
-        stop(process)
+        stop(process, OTHER)
 
 
 async def warm(daemon: client.Client) -> None:
@@ -310,7 +314,7 @@ async def test_a_limit_that_the_kernel_refuses_stops_the_launch(
 
 async def test_sessions_outlive_the_daemon(installed: None, tmp_path: Path) -> None:
     """Killed and started again, it adopts what runs."""
-    process, env = serve(tmp_path / "c")
+    process, env = serve(tmp_path, OTHER)
     try:
         daemon = client.Client(Path(env["CANTELOP_SOCKET"]))
         view = await daemon.create(schema.SessionRequest(key=KEY))
@@ -318,9 +322,9 @@ async def test_sessions_outlive_the_daemon(installed: None, tmp_path: Path) -> N
             await output(kernel, "kept = 42", seconds=60)
             process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(process.wait, 30)
-            process, _ = serve(tmp_path / "c")
+            process, _ = serve(tmp_path, OTHER)
             assert await output(kernel, "print(kept)", seconds=60) == "42\n"
         assert [one.state for one in await daemon.sessions()] == ["running"]
         await daemon.end(view.id)
     finally:
-        await asyncio.to_thread(stop, process)
+        await asyncio.to_thread(stop, process, OTHER)
