@@ -1,6 +1,6 @@
 """What makes a process a jailed one, in the order in which rights can be given up.
 
-Layer 0, standard library only. Two users:
+Layer 0, standard library only, and of that what loads in a moment. Two users:
 
 - run as a program (`python -I -S confine.py FD`) it starts one process in namespaces of its own, as
   a child of whoever started it, says its pid and ends: see `Process.confined`. It is the only place
@@ -27,13 +27,15 @@ clone(2), namespaces(7), mount_namespaces(7), pivot_root(2), capabilities(7), se
 from __future__ import annotations
 
 import ctypes
-import json
+import marshal
 import os
 import resource
-import signal
 import stat
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _CLONE_PARENT = 0x8000
 _NEW = {
@@ -44,6 +46,7 @@ _NEW = {
     "pid": 0x20000000,
     "net": 0x40000000,
 }
+_SIGCHLD = 17
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -68,10 +71,11 @@ class _Program(ctypes.Structure):
 
 
 def main() -> None:
-    """Start the process; the argument is a descriptor with the order: confinement, argv, env, and
-    `report`, the descriptor for "pid N" and, where it fails, one line that says why."""
+    """Start the process; the argument is a descriptor with the order (`marshal`, from our daemon):
+    confinement, argv, env, and `report`, the descriptor for "pid N" and, where it fails, one line
+    that says why."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
-        order = json.load(file)
+        order = marshal.load(file)
     report = int(order["report"])
     os.set_inheritable(report, False)
     try:
@@ -100,7 +104,7 @@ def _line(error: OSError) -> bytes:
 
 def _clone() -> int:
     """Like fork(2), into new namespaces of every kind but user, as a sibling of this process."""
-    flags = _CLONE_PARENT | signal.SIGCHLD
+    flags = _CLONE_PARENT | _SIGCHLD
     for flag in _NEW.values():
         flags |= flag
     machine = os.uname().machine

@@ -8,7 +8,7 @@ A child is reaped as soon as it ends, whether or not anybody waits, as long as t
 from __future__ import annotations
 
 import asyncio
-import json
+import marshal
 import os
 import signal
 import subprocess
@@ -395,7 +395,7 @@ async def _start_confined(
     reading, report = os.pipe()
     memory = os.memfd_create("confinement")
     try:
-        os.write(memory, json.dumps(order | {"report": report}).encode())
+        os.write(memory, marshal.dumps(order | {"report": report}))
         os.lseek(memory, 0, os.SEEK_SET)
         starter = _popen(
             [sys.executable, "-I", "-S", confine.__file__, str(memory)],
