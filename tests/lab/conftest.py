@@ -83,7 +83,7 @@ def _started(config: pytest.Config) -> Lab:
 
 def _failed(item: pytest.Item, why: str, *, told: bool) -> Iterator[dict[str, Any]]:
     """The reports of a test that the lab did not run; the whole story is told once."""
-    text = f"{why.partition(chr(10))[0]} (see the first failure)" if told else why
+    text = f"{why.splitlines()[0]} (see the first failure)" if told else why
     for when in ("setup", "call", "teardown"):
         outcome = "failed" if when == "call" else "passed"
         report = pytest.TestReport(
