@@ -10,7 +10,7 @@ capabilities, the default seccomp filters. Namespaces (`confine`) and the empty 
 come from this side. Below the jail's folder (`jail`):
 
 - `firecracker/<slot.name>/root/`  its `/`: root's until the jailer gives it to the VM's uid (0700)
-- `…/root/vm/`  (0755, root) kernel, initramfs, drives as hard links, and `config.json`
+- `…/root/vm/`  (0755, root) kernel, initramfs, drives as hard links; `config.json`, `cpu.json`
 - `…/root/io/`  (0770) `Jail.run`, with the vsock's sockets. Not `/run`, which the jailer closes to
   the slot's group, and so to the attendant, who has it as working folder
 
@@ -37,6 +37,7 @@ from cantelop_kernels.vmm import Machine, VmSpec
 from cantelop_kernels.vmm.firecracker_config import (
     Balloon,
     BootSource,
+    CpuConfig,
     Document,
     Drive,
     Entropy,
@@ -47,7 +48,7 @@ from cantelop_kernels.vmm.firecracker_config import (
 )
 from cantelop_kernels.vmm.firecracker_release import DISCARD, Release
 
-_VM, _IO, _CONFIG = "vm", "io", "config.json"
+_VM, _IO, _CONFIG, _CPU = "vm", "io", "config.json", "cpu.json"
 _UMASK = 0o007  # the attendant reaches the vsock socket through the slot's group
 _ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 _MAX_VCPUS = 32
@@ -132,6 +133,7 @@ class Firecracker:
             )
         return Document(
             machine_config=MachineConfig(spec.vcpus, spec.memory_mib),
+            cpu_config=_at(_CPU),
             boot_source=BootSource(_at("kernel"), _at("initramfs"), " ".join(_BOOT_ARGS)),
             drives=tuple(
                 Drive(name, _at(name), drive.read_only, self._disk_limit())
@@ -167,6 +169,7 @@ class Firecracker:
         files |= dict(zip(_drive_names(spec), (drive.path for drive in spec.drives), strict=True))
         for name, source in files.items():
             _link(source, folder / name)
+        _write_new(folder / _CPU, CpuConfig().encode())
         _write_new(folder / _CONFIG, self.document(spec).encode())
 
     async def _spawn(self, spec: VmSpec, jail: Jail, *, console: int, log: int) -> Process:

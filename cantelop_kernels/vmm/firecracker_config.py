@@ -60,6 +60,36 @@ class MachineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuidModifier:
+    """Bits of one register of a CPUID leaf: from the highest, 0, 1, or x for "as it is"."""
+
+    leaf: str
+    modifiers: tuple[dict[str, str], ...]
+    subleaf: str = "0x0"
+    flags: int = 0
+
+    @classmethod
+    def clear(cls, leaf: int, register: str, bit: int) -> CpuidModifier:
+        bits = "".join("0" if number == bit else "x" for number in range(31, -1, -1))
+        return cls(hex(leaf), ({"register": register, "bitmap": f"0b{bits}"},))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuConfig:
+    """A guest gets no virtualization of its own (THREATS.md 1), which KVM would give it by default:
+    no VMX (Intel SDM, CPUID.1:ECX[5]), no SVM (AMD APM, CPUID 8000_0001h ECX[2]). KVM goes by these
+    bits where a guest turns it on all the same. (firecracker docs/cpu_templates.)"""
+
+    cpuid_modifiers: tuple[CpuidModifier, ...] = (
+        CpuidModifier.clear(0x1, "ecx", 5),
+        CpuidModifier.clear(0x80000001, "ecx", 2),
+    )
+
+    def encode(self) -> bytes:
+        return json.dumps(_present(asdict(self)), indent=1).encode()
+
+
+@dataclass(frozen=True, slots=True)
 class BootSource:
     kernel_image_path: str
     initrd_path: str
@@ -114,9 +144,11 @@ class Logger:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One machine, complete. There is no network device and no metadata service yet."""
+    """One machine, complete. There is no network device and no metadata service yet. `cpu_config` is
+    the path of a `CpuConfig`."""
 
     machine_config: MachineConfig
+    cpu_config: str
     boot_source: BootSource
     drives: tuple[Drive, ...]
     vsock: Vsock

@@ -15,7 +15,7 @@ from cantelop_kernels.jail import Jail
 from cantelop_kernels.slot import Slot
 from cantelop_kernels.vmm import Drive, VmSpec
 from cantelop_kernels.vmm.firecracker import Firecracker
-from cantelop_kernels.vmm.firecracker_config import RateLimiter, TokenBucket
+from cantelop_kernels.vmm.firecracker_config import CpuConfig, RateLimiter, TokenBucket
 from cantelop_kernels.vmm.firecracker_release import Release, Version
 
 SLOT = Slot(3, 600_000)
@@ -67,6 +67,7 @@ def test_the_document_is_the_whole_machine() -> None:
             "track_dirty_pages": False,
             "huge_pages": "None",
         },
+        "cpu-config": "/vm/cpu.json",
         "boot-source": {
             "kernel_image_path": "/vm/kernel",
             "initrd_path": "/vm/initramfs",
@@ -89,6 +90,22 @@ def test_the_document_is_the_whole_machine() -> None:
             "free_page_reporting": True,
         },
         "logger": {"level": "Warning", "show_level": True, "show_log_origin": False},
+    }
+
+
+def test_a_guest_gets_no_virtualization_of_its_own() -> None:
+    """THREATS 1; the lab tries it on the real one."""
+    clear = "0b" + "x" * 26 + "0" + "x" * 5, "0b" + "x" * 29 + "0" + "x" * 2
+    assert json.loads(CpuConfig().encode()) == {
+        "cpuid_modifiers": [
+            {
+                "leaf": leaf,
+                "subleaf": "0x0",
+                "flags": 0,
+                "modifiers": [{"register": "ecx", "bitmap": bitmap}],
+            }
+            for leaf, bitmap in zip(("0x1", "0x80000001"), clear, strict=True)
+        ]
     }
 
 
