@@ -144,8 +144,8 @@ class Logger:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One machine, complete. There is no network device and no metadata service yet. `cpu_config` is
-    the path of a `CpuConfig`."""
+    """One machine, complete; `cpu_config` is the path of a `CpuConfig`. There is no network device
+    and no metadata service yet."""
 
     machine_config: MachineConfig
     cpu_config: str

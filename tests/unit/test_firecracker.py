@@ -177,7 +177,8 @@ def test_the_jail_holds_the_very_files_and_no_more(tmp_path: Path) -> None:
         os.umask(before)
     vm = where.run.parent / "vm"
     assert sorted(os.listdir(where.run.parent)) == ["io", "vm"]
-    assert sorted(os.listdir(vm)) == ["config.json", "disk0", "disk1", "initramfs", "kernel"]
+    expected = ["config.json", "cpu.json", "disk0", "disk1", "initramfs", "kernel"]
+    assert sorted(os.listdir(vm)) == expected
     for name, source in (("kernel", "vmlinux"), ("disk0", "root.erofs"), ("disk1", "scratch.img")):
         assert (vm / name).samefile(tmp_path / source)
     assert stat.S_IMODE((vm / "config.json").stat().st_mode) == 0o644
