@@ -4,120 +4,27 @@ what attackers try (THREATS 1 to 13)."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
-import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
-from cantelop_kernels import cgroup, client, jail, schema
+from cantelop_kernels import client, jail, schema
 from cantelop_kernels.errors import LaunchError
 from tests.fakes.host_stack import KEY, connected, eventually, output
-from tests.lab.inside.raw_firecracker import FIRECRACKER, JAILER
+from tests.lab.inside.stack import OTHER, READY, STATE, UID_BASE, Daemon, serve, stop
 from tests.vm.test_boundaries import members, others_stay_outside
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 REPO = Path(__file__).parents[3]
-STATE = Path("/var/lib/cantelop")
-UID_BASE = 600_000
-OTHER = 610_000
-"""Of a second daemon, which some tests start and kill."""
-READY = 240.0
-CONFIG = """
-uid_base = {uid_base}
-vmm = "firecracker"
-allow_vulnerable_firecracker = true
-boot_deadline = 240.0
-silence_seconds = 120.0
-grace_seconds = 0.0
-drain_seconds = 0.0
-queue_seconds = 200.0
-
-[apps.default]
-memory_mib = 384
-"""
-
-
-def release_archive(folder: Path) -> Path:
-    """As Firecracker's project publishes one."""
-    path = folder / "firecracker-v1.12.1-x86_64.tgz"
-    with tarfile.open(path, "w:gz", compresslevel=1) as archive:
-        for program in (FIRECRACKER, JAILER):
-            name = f"release-v1.12.1-x86_64/{program.name}-v1.12.1-x86_64"
-            archive.add(program, name)
-    return path
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = release_archive(tmp_path_factory.mktemp("release"))
-    known = hashlib.sha256(path.read_bytes()).hexdigest()
-    argv = ["cantelop", "setup-firecracker", str(path), "--sha256", known]
-    refused = subprocess.run(argv, check=False, capture_output=True, text=True)
-    assert refused.returncode == 1 and "CVE-2026-1386" in refused.stderr
-    subprocess.run([*argv, "--allow-vulnerable"], check=True, capture_output=True)
-
-
-@dataclass
-class Daemon:
-    client: client.Client
-    pid: int
-
-    async def create(self, **fields: Any) -> schema.SessionView:
-        return await self.client.create(schema.SessionRequest(key=KEY, **fields))
-
-
-def serve(
-    folder: Path, uid_base: int, more: str = ""
-) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
-    folder.mkdir(exist_ok=True)
-    config = folder / "cantelop.toml"
-    config.write_text(CONFIG.format(uid_base=uid_base) + more)
-    ours = {"CANTELOP_CONFIG": str(config), "CANTELOP_SOCKET": f"/run/cantelop/{uid_base}.sock"}
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cantelop_kernels", "serve", "--ready-fd", str(writing)],
-        env=os.environ | ours,
-        pass_fds=[writing],
-    )
-    os.close(writing)
-    assert os.read(reading, 4096) == b"ready\n"
-    os.close(reading)
-    return process, ours
-
-
-def stop(process: subprocess.Popen[bytes], uid_base: int) -> None:
-    process.terminate()
-    assert process.wait(120) == 0
-    uids = range(uid_base, uid_base + 4096)
-    assert [one for one in psutil.process_iter() if one.uids().real in uids] == []
-    assert list(jail.sandboxes(STATE).glob(f"cantelop-{uid_base}-*")) == []
-    assert cgroup.hierarchy("cantelop").names(f"cantelop-{uid_base}-") == set()
-
-
-@pytest.fixture(scope="module")
-def daemon(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    process, ours = serve(tmp_path_factory.mktemp("daemon"), UID_BASE)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ours.items():
-            patch.setenv(name, value)
-        try:
-            yield Daemon(client.Client(Path(ours["CANTELOP_SOCKET"])), process.pid)
-        finally:
-            stop(process, UID_BASE)
 
 
 @pytest.fixture
