@@ -12,7 +12,8 @@ A confinement is a plain mapping, made by `jail` and never by anybody outside th
 
     root      where to build the new root, an empty folder that is root's; "" keeps the host's
     mounts    [source, target, flags]: what is to be seen there; flags of "w" (writable), "x" (may
-              be executed), "d" (a device); everything is nosuid
+              be executed), "d" (a device below /dev: a node of the process's own, since the
+              host's may be a group's); everything is nosuid
     links     [target, where]: symbolic links in the new root
     cwd       working folder there
     uid, gid  0 keeps all rights
@@ -140,8 +141,12 @@ def enter(confinement: dict[str, Any]) -> None:
 def _change_root(confinement: dict[str, Any]) -> None:
     root = confinement["root"]
     _mount("jail", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, _ROOT_SIZE)
+    devices = [mount for mount in confinement["mounts"] if "d" in mount[2]]
+    if devices:
+        _make_devices(root + "/dev", devices, root, confinement["uid"], confinement["gid"])
     for source, target, flags in confinement["mounts"]:
-        _bind(source, root + target, flags)
+        if "d" not in flags:
+            _bind(source, root + target, flags)
     for target, where in confinement["links"]:
         os.symlink(target, root + where)
     keep = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
@@ -152,6 +157,19 @@ def _change_root(confinement: dict[str, Any]) -> None:
     _checked("pivot_root", done)
     _checked("umount", _libc.umount2(b".", _MNT_DETACH))
     os.chdir(confinement["cwd"])
+
+
+def _make_devices(folder: str, devices: list[Any], root: str, uid: int, gid: int) -> None:
+    """The only file system here on which a device node is one."""
+    os.mkdir(folder, 0o755)
+    _mount("jail", folder, "tmpfs", _MS_NOSUID | _MS_NOEXEC, _ROOT_SIZE)
+    for source, target, _ in devices:
+        found = os.stat(source)
+        if not stat.S_ISCHR(found.st_mode):
+            raise OSError(0, "is no character device", source)
+        os.mknod(root + target, stat.S_IFCHR | 0o600, found.st_rdev)
+        os.chown(root + target, uid, gid)
+    _mount("", folder, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
 
 
 def _bind(source: str, target: str, flags: str) -> None:
@@ -165,10 +183,9 @@ def _bind(source: str, target: str, flags: str) -> None:
         _mount(f"/proc/self/fd/{fd}", target, "", _MS_BIND)
     finally:
         os.close(fd)
-    options = _MS_REMOUNT | _MS_BIND | _MS_NOSUID
+    options = _MS_REMOUNT | _MS_BIND | _MS_NOSUID | _MS_NODEV
     options |= 0 if "w" in flags else _MS_RDONLY
     options |= 0 if "x" in flags else _MS_NOEXEC
-    options |= 0 if "d" in flags else _MS_NODEV
     _mount("", target, "", options)
 
 

@@ -95,8 +95,9 @@ async def runtimes(state: Path, binary: Path, vhost_vsock: Path) -> Runtimes:
 
 
 def _modules(binary: Path) -> list[Path]:
-    """Debian's QEMU loads its emulation as a module, from beside the libraries."""
-    folders = (binary.parent.parent / "lib").glob("*-linux-gnu")
+    """Distributions' QEMU loads its emulation as a module, from beside the libraries."""
+    usr = binary.parent.parent
+    folders = [*(usr / "lib").glob("*-linux-gnu"), usr / "lib64", usr / "lib"]
     return [path for folder in folders if (path := folder / _MODULES).exists()]
 
 
@@ -163,7 +164,7 @@ class Qemu:
             await _listening(helper, jail.run / _VHOST_SOCKET)
             inside, mounts = _seen_inside(spec)
             if not self.emulated:
-                mounts.append(("/dev/kvm", "/dev/kvm", "wd"))
+                mounts.append(("/dev/kvm", "/dev/kvm", "d"))
             rights = Rights(self.runtimes.machine, seccomp.vmm(), mounts)
             machine = await jail.start(self.command(inside), rights, stdout=console, log=log)
             try:
