@@ -12,6 +12,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -133,6 +135,16 @@ def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["d.lock"]
 
 
+@contextmanager
+def ending(daemon: subprocess.Popen[str]) -> Iterator[None]:
+    """It ends in order, whatever came before."""
+    try:
+        yield
+    finally:
+        daemon.terminate()
+        assert daemon.wait(60) == 0
+
+
 COUNT = """
 import time
 print('up', flush=True)
@@ -159,15 +171,13 @@ def test_a_killed_daemon_costs_no_session_anything(tmp_path: Path) -> None:
     daemon.kill()
     daemon.wait()
     time.sleep(1)
-    again = serve(env)
-    out = client.stdout.read()  # communicate() would leave out what readline() has read ahead
-    _, err = client.communicate(timeout=60)
-    assert client.returncode == 0, err
-    assert out.split() == [str(n) for n in range(30)]
-    wait_for_none()
-    assert ours() == []
-    again.terminate()
-    assert again.wait(30) == 0
+    with ending(serve(env)):
+        out = client.stdout.read()  # communicate() would leave out what readline() has read ahead
+        _, err = client.communicate(timeout=60)
+        assert client.returncode == 0, err
+        assert out.split() == [str(n) for n in range(30)]
+        wait_for_none()
+        assert ours() == []
     assert machine(state) == before
 
 
@@ -182,9 +192,7 @@ def test_a_client_and_its_daemon_that_die_leave_nothing_but_for_the_next(tmp_pat
         daemon.kill()
         daemon.wait()
         client.kill()
-    again = serve(env)
-    wait_for_none()
-    assert ours() == []
-    again.terminate()
-    assert again.wait(30) == 0
+    with ending(serve(env)):
+        wait_for_none()
+        assert ours() == []
     assert machine(state) == before
