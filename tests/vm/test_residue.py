@@ -136,7 +136,7 @@ def test_runs_and_kills_leave_nothing(tmp_path: Path) -> None:
 
 
 @contextmanager
-def ending(daemon: subprocess.Popen[str]) -> Iterator[None]:
+def ending(daemon: subprocess.Popen[bytes]) -> Iterator[None]:
     """It ends in order, whatever came before."""
     try:
         yield
