@@ -47,6 +47,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     told = lab.failure
     for data in lab.reports(item.nodeid) or _failed(item, lab.failure, told=bool(told)):
         report = hook.pytest_report_from_serializable(config=config, data=data)
+        if isinstance(report.longrepr, list):  # where a test was skipped: JSON knows no tuples
+            report.longrepr = tuple(report.longrepr)
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     if item.nodeid == config.stash[_items][-1]:

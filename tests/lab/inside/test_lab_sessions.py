@@ -22,7 +22,7 @@ from tests.fakes.host_stack import KEY, connected, eventually, output
 from tests.lab.inside.stack import OTHER, READY, STATE, UID_BASE, Daemon, serve, stop
 from tests.vm.test_boundaries import members, others_stay_outside
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
 
 REPO = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.jupyter.test_kernel_suite import Suite
 from tests.lab.inside.stack import Daemon
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module", autouse=True)
