@@ -39,14 +39,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CLONE_PARENT = 0x8000
-_NEW = {
-    "mnt": 0x20000,
-    "cgroup": 0x2000000,
-    "uts": 0x4000000,
-    "ipc": 0x8000000,
-    "pid": 0x20000000,
-    "net": 0x40000000,
-}
+_NEW = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWPID, NEWNET (linux/sched.h)."""
+
 _SIGCHLD = 17
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -105,9 +100,7 @@ def _line(error: OSError) -> bytes:
 
 def _clone() -> int:
     """Like fork(2), into new namespaces of every kind but user, as a sibling of this process."""
-    flags = _CLONE_PARENT | _SIGCHLD
-    for flag in _NEW.values():
-        flags |= flag
+    flags = _CLONE_PARENT | _SIGCHLD | _NEW
     machine = os.uname().machine
     return _checked("clone", _libc.syscall(_SYS_CLONE[machine], flags, 0, 0, 0, 0))
 

@@ -79,10 +79,9 @@ def trusted_files(state: Path, settings: Config) -> list[Path]:
     files += binaries(state) or ()
     for name in images_of(settings):
         try:
-            found_image = ImageStore(state).resolve(name)
+            one = ImageStore(state).resolve(name)
         except (ImageError, OSError):
             continue  # the image's own check says so
-        one = found_image
         files += [one.path, one.vmlinux, one.initramfs, one.root]
     return files
 
