@@ -210,7 +210,7 @@ class _SplitHierarchy:
             values.append((at["memory"] / swap.name, str(caps.memory)))
         else:
             values.append((at["memory"] / "memory.swappiness", "0"))
-        return _made(list(dict.fromkeys(at.values())), leaf, values)
+        return _made(leaf.distinct, leaf, values)
 
     def find(self, name: str) -> Leaf:
         return self._leaf(name)
@@ -236,8 +236,13 @@ class _SplitLeaf:
         self.folders = folders
 
     @property
+    def distinct(self) -> list[Path]:
+        """Controllers that are mounted together share one."""
+        return list(dict.fromkeys(self.folders.values()))
+
+    @property
     def procs(self) -> list[str]:
-        return [str(one / "cgroup.procs") for one in dict.fromkeys(self.folders.values())]
+        return [str(one / "cgroup.procs") for one in self.distinct]
 
     def taken(self) -> Taken:
         memory = self.folders["memory"]
@@ -258,7 +263,7 @@ class _SplitLeaf:
                 with suppress(ProcessLookupError):
                     os.kill(pid, 9)
             (freezer / "freezer.state").write_text("THAWED")
-        await _take_away(list(dict.fromkeys(self.folders.values())))
+        await _take_away(self.distinct)
 
 
 def _made(folders: list[Path], leaf: Leaf, values: list[tuple[Path, str]]) -> Leaf:

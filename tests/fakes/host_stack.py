@@ -62,6 +62,12 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status (proc(5))."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def _uid(process: psutil.Process) -> int:
     try:
         return process.uids().real

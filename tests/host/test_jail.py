@@ -20,7 +20,7 @@ from cantelop_kernels.jail import Jail, Rights
 from cantelop_kernels.process import CommandFailed, Process
 from cantelop_kernels.runtime import Runtime
 from cantelop_kernels.slot import Slot
-from tests.fakes.host_stack import eventually
+from tests.fakes.host_stack import eventually, status_of
 
 UID_BASE = 985_000
 SLOT = Slot(3, UID_BASE)
@@ -91,11 +91,6 @@ async def says(made: Jail, rights: Rights, code: str) -> tuple[str, int]:
         os.close(reading)
         if writing >= 0:
             os.close(writing)
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 async def test_it_has_no_right_but_its_own(state: Path) -> None:

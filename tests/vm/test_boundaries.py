@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from cantelop_kernels import client, schema
-from tests.fakes.host_stack import KEY, connected, output
+from tests.fakes.host_stack import KEY, connected, output, status_of
 from tests.vm.test_residue import UID_BASE, environment, ours, serve, wait_for_none
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(240)]
@@ -65,8 +65,7 @@ def members(folder: Path) -> dict[str, psutil.Process]:
 def check(name: str, process: psutil.Process) -> None:
     """THREATS 6 and 7 for one process."""
     proc = Path(f"/proc/{process.pid}")
-    lines = (line.partition(":") for line in (proc / "status").read_text().splitlines())
-    status = {key: value.strip() for key, _, value in lines}
+    status = status_of(process.pid)
     uids = set(status["Uid"].split())
     assert len(uids) == 1 and int(uids.pop()) in range(UID_BASE, UID_BASE + 4096)
     assert int(status["Gid"].split()[0]) in range(UID_BASE, UID_BASE + 4096)

@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 
 from cantelop_kernels import client, jail, schema
 from cantelop_kernels.errors import LaunchError
-from tests.fakes.host_stack import KEY, connected, eventually, output
+from tests.fakes.host_stack import KEY, connected, eventually, output, status_of
 from tests.lab.inside.stack import OTHER, READY, STATE, UID_BASE, Daemon, serve, stop
 from tests.vm.test_boundaries import members, others_stay_outside
 
@@ -95,11 +95,6 @@ count=1 conv=fsync', shell=True, capture_output=True, text=True).stderr)"
         answer = await output(kernel, refused, seconds=READY)
         assert re.search("not permitted|Read-only|I/O error", answer)
         others_stay_outside(folder, session)
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 async def test_the_death_of_the_vmm_is_told(daemon: Daemon) -> None:
